@@ -1,6 +1,6 @@
-"""Tensors of a checkpoint: the boxes of parameters and optimizer state that one rank saves and loads.
+"""The boxes (parts) of parameters and optimizer state that one rank saves to a checkpoint and loads from it.
 
-This module does not import torch.distributed.checkpoint, which takes a second; `storage` does.
+Importing torch.distributed.checkpoint takes a second. This module therefore imports it only when it is needed.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 
 CHUNK_BYTES = 64 << 20
-"""Maximum bytes of a box in a checkpoint, so that reading one takes little memory."""
+"""Maximum bytes of one box in a checkpoint. It limits the memory that reading a box takes."""
 
 
 @dataclass(frozen=True, eq=False)
 class TensorPieces:
-    """A rank's pieces of one global tensor. No two boxes overlap, on whatever ranks they are written."""
+    """One rank's pieces of one global tensor. Pieces that are saved never overlap, even across ranks."""
 
     shape: tuple[int, ...]
     """Shape of the global tensor."""
     dtype: torch.dtype
     pieces: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
-    """Offset of a box -> its values, in the shape of the box."""
+    """Values of each piece, in the shape of its box, by the offset of the box in the global tensor."""
 
     def size(self) -> torch.Size:
         """Shape of the global tensor."""
@@ -69,13 +69,14 @@ State = Mapping[str, TensorPieces]
 
 
 PARAMETERS = "parameters"
-"""The KIND of a model's tensors, whose names are ROLE/KIND/NAME; the other kinds are optimizer state."""
+"""KIND of model weights. A tensor in a checkpoint is named ROLE/KIND/NAME; all other kinds are optimizer state."""
 
 
 class CheckpointContents:
-    """This rank's tensors of all roles that steps change.
+    """This rank's tensors of all roles that training changes.
 
-    Frozen parts of these roles are included, except the base model of adapters, which has files of its own.
+    Frozen parts of these roles are included. Only the base model of adapters is left out, because it has its own
+    files.
     """
 
     def __init__(
@@ -84,7 +85,10 @@ class CheckpointContents:
         find_model: Callable[[str], Model | None],
         trainers: Mapping[str, Trainer],
     ) -> None:
-        """`roles` are changed by steps; `find_model` finds this rank's model of a role in its home."""
+        """`roles`: the roles that training changes.
+
+        `find_model` returns the model of a role that this rank trains, or None.
+        """
         self._roles, self._find_model, self._trainers = roles, find_model, trainers
 
     def list_saved(self) -> State:
@@ -102,9 +106,11 @@ class CheckpointContents:
         return state
 
     def list_loaded(self) -> State:
-        """List the boxes that this rank reads: of a trained parameter set, only the part that the rank updates.
+        """List the boxes that this rank reads.
 
-        `spread` then brings the rest from other ranks."""
+        Of a trained parameter set, the rank reads only the part that it updates. `spread` then fetches the other
+        parts from other ranks.
+        """
         state: dict[str, TensorPieces] = {}
         for role, model, name, held in self._list_sets():
             trainer = self._find_trainer(role, name)
@@ -120,7 +126,7 @@ class CheckpointContents:
 
     @contextmanager
     def in_device_memory(self) -> Iterator[None]:
-        """Bring everything that is loaded into device memory while the block changes it."""
+        """Move offloaded tensors into device memory for the duration of the block, which fills them."""
         memories = [held.memory for _, _, _, held in self._list_sets()]
         memories += [trainer.memory for trainer in self._trainers.values()]
         offloaded = [memory for memory in memories if not memory.resident]
@@ -131,7 +137,7 @@ class CheckpointContents:
             memory.offload()
 
     def spread(self) -> None:
-        """Share the trained parameters that each rank has loaded with the ranks that hold copies."""
+        """Send the trained parameters that each rank has loaded to the ranks that hold copies of them."""
         for trainer in self._trainers.values():
             trainer.spread()
 
@@ -153,7 +159,7 @@ class CheckpointContents:
 
 
 def _add_trained(state: dict[str, TensorPieces], role: str, trainer: Trainer, *, whole: bool) -> None:
-    """Add the parts that this rank updates; unless `whole`, only the elements that it alone writes."""
+    """Add the parts that this rank updates, or without `whole`, only the elements that no other rank writes."""
     optimizer, model = trainer.optimizer, trainer.model
     if not whole and model.layout.placement.is_copy(model.rank):
         return
@@ -200,7 +206,10 @@ def _find_pieces(
 
 
 def _cut(pieces: TensorPieces, local: LocalTensor, first: int, end: int, values: Tensor) -> None:
-    """Add the elements from `first` to `end` of this rank's part of a tensor, as boxes; `values` has them flat."""
+    """Add elements `first` to `end` of this rank's part of a tensor as boxes.
+
+    `values` holds these elements, flat.
+    """
     used = 0
     for offset, size in find_boxes(local.region.size, first, end, CHUNK_BYTES // values.itemsize):
         place = tuple(a + b for a, b in zip(local.region.offset, offset, strict=True))

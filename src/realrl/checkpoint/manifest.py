@@ -1,4 +1,7 @@
-"""Manifest of a checkpoint: the place of each box of each tensor, and all state except tensors. No torch."""
+"""Manifest of a checkpoint: where each box of each tensor is stored, and all state other than tensors.
+
+Does not import torch.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,24 +15,24 @@ from xxhash import xxh3_64_hexdigest
 from realrl.config.files import reason_of, write_whole
 
 MANIFEST = "manifest.json"
-"""File that makes a directory a checkpoint. It is written last."""
+"""Name of the manifest file. It is written last, so a directory that contains it is a complete checkpoint."""
 FORMAT = 2
-"""Version of the format; readers refuse any other."""
+"""Version of the format. Checkpoints of any other version are refused."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
-"""Bytes of an element, by the names of the dtypes that a checkpoint may have."""
+"""Bytes per element of each dtype that a checkpoint may contain."""
 LARGEST_MANIFEST = 2**31
-"""Maximum bytes of a file that is read as a manifest."""
+"""Maximum bytes of a manifest. Larger files are refused."""
 
 
 class CheckpointError(Exception):
-    """A checkpoint cannot be read: it is damaged, incomplete, or from another model. The text gives the reason."""
+    """A checkpoint is damaged, incomplete, or from another model. The message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Chunk:
     """One box of a tensor, stored in row-major order.
 
-    start: its first byte in the file; checksum: XXH3 (64 bits) of its bytes, hexadecimal.
+    `start`: position of its first byte in the file. `checksum`: XXH3 hash (64 bits) of its bytes, in hexadecimal.
     """
 
     offset: tuple[int, ...]
@@ -41,7 +44,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StoredState:
-    """A tensor of a checkpoint: dtype (torch's name), shape, and boxes."""
+    """A tensor in a checkpoint: its dtype (torch's name), its shape, and its boxes (`chunks`)."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -52,7 +55,8 @@ class StoredState:
 class Manifest:
     """Contents of a checkpoint.
 
-    tensors: by name, ROLE/KIND/NAME; files: name -> bytes; state: everything else that a run resumes from.
+    `tensors`: all tensors, by their names ROLE/KIND/NAME. `files`: size of each file in bytes, by file name.
+    `state`: all other state from which a run resumes.
     """
 
     tensors: Mapping[str, StoredState]
@@ -60,20 +64,20 @@ class Manifest:
     state: Mapping[str, Any]
 
     def save(self, directory: Path) -> None:
-        """Write it into the directory of a checkpoint. Raises OSError."""
+        """Write the manifest into the directory of a checkpoint. Raises OSError."""
         contents = _to_text(self._to_json())
         checked = {"format": FORMAT, "checksum": xxh3_64_hexdigest(contents.encode())}
         write_whole(directory / MANIFEST, f'{_to_text(checked)[:-1]},"contents":{contents}}}\n')
 
     def _to_json(self) -> dict[str, Any]:
-        # `asdict` would copy every number, and take longer than everything else.
+        # `asdict` would copy every number, which takes longer than the other steps of writing the manifest.
         tensors = {
             name: {**vars(of), "chunks": [vars(c) for c in of.chunks]} for name, of in self.tensors.items()
         }
         return {"tensors": tensors, "files": dict(self.files), "state": dict(self.state)}
 
     def find_incomplete(self) -> str | None:
-        """Find a tensor whose boxes have more or fewer elements than the tensor; None if all agree."""
+        """Return the name of a tensor whose boxes have too many or too few elements in total; None if all agree."""
         for name, tensor in self.tensors.items():
             if sum(prod(chunk.size) for chunk in tensor.chunks) != prod(tensor.shape):
                 return name
@@ -116,14 +120,15 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Tell whether a directory is a complete checkpoint."""
+    """Return whether a directory is a complete checkpoint."""
     return (directory / MANIFEST).is_file()
 
 
 def _check_chunks(file: Path, manifest: Manifest) -> None:
     """Check that all boxes lie inside their tensors and the checkpoint's files. Raises CheckpointError if not.
 
-    A reader must not allocate memory for data that no file has, or read files elsewhere.
+    Without this check, a damaged manifest could make a reader allocate memory for data that no file has, or read
+    files outside the checkpoint.
     """
     if any(not isinstance(size, int) or Path(name).name != name for name, size in manifest.files.items()):
         raise CheckpointError(f"{file} is damaged: it names files outside the checkpoint")

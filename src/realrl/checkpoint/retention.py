@@ -1,4 +1,7 @@
-"""Checkpoints of a run on the disk: committed, kept or deleted, with the metric of the best ones. No torch."""
+"""Commit checkpoints on disk, choose which ones to keep, and delete the others.
+
+Does not import torch.
+"""
 
 import json
 import os
@@ -13,17 +16,17 @@ from realrl.recipe.evaluation import BestConfig
 from realrl.recipe.run_settings import CheckpointConfig
 
 METRIC = "metric.json"
-"""File of a checkpoint with the value of `evaluation.best` for its models."""
+"""File in a checkpoint with the value that its models reached in the metric of `evaluation.best`."""
 
 
 def write_metric(run_dir: Path, step: int, best: BestConfig, value: float) -> None:
-    """Write the best-metric value of a checkpoint's models. Raises OSError."""
+    """Write the value that the models of a checkpoint reached in the metric of `best`. Raises OSError."""
     text = json.dumps({"metric": best.metric, "value": value}) + "\n"
     write_whole(checkpoint_path(run_dir, step) / METRIC, text)
 
 
 def read_best_metrics(run_dir: Path, best: BestConfig) -> dict[int, float]:
-    """Read the value of this metric for all checkpoints that have it, by step."""
+    """Read the value of this metric from all checkpoints that have one. Keys are steps."""
     values = {}
     for step, path in list_checkpoints(run_dir).items():
         try:
@@ -36,7 +39,7 @@ def read_best_metrics(run_dir: Path, best: BestConfig) -> dict[int, float]:
 
 
 def is_among_best(value: float, others: Mapping[int, float], best: BestConfig, count: int) -> bool:
-    """Tell whether a value is among the `count` best; an earlier equal value comes first."""
+    """Return whether a value is among the `count` best. Of equal values, the earlier one ranks higher."""
     sign = 1 if best.keep == "highest" else -1
     return isfinite(value) and sum(sign * other >= sign * value for other in others.values()) < count
 
@@ -48,9 +51,10 @@ def choose_kept(
     metrics: Mapping[int, float],
     back: int | None = None,
 ) -> set[int]:
-    """Choose the checkpoints to keep: the last ones, the best ones by `metrics`, and one to go back to.
+    """Choose the checkpoints to keep: the last ones, the best ones by `metrics`, and one to go back to after a
+    spike.
 
-    Training would go back at least `back` steps after a spike in the next step.
+    The next step could be a spike, so the checkpoint to go back to is at least `back` steps older than that step.
     """
     kept = set(sorted(steps)[-settings.keep :])
     if back is not None and steps:
@@ -65,7 +69,7 @@ def choose_kept(
 def prune(
     run_dir: Path, settings: CheckpointConfig, best: BestConfig | None, back: int | None = None
 ) -> None:
-    """Delete all checkpoints except those of `choose_kept`. Raises OSError."""
+    """Delete all checkpoints that `choose_kept` does not choose. Raises OSError."""
     found = list_checkpoints(run_dir)
     metrics = {} if best is None else read_best_metrics(run_dir, best)
     for step in found.keys() - choose_kept([*found], settings, best, metrics, back):
@@ -73,7 +77,10 @@ def prune(
 
 
 def commit(path: Path) -> None:
-    """Rename a complete checkpoint into place and flush the directory. It replaces an earlier attempt."""
+    """Give a complete checkpoint its final name, and flush it to disk.
+
+    It replaces an older checkpoint of that name.
+    """
     replaced = path.with_name(f".{path.name}.replaced.partial")
     shutil.rmtree(replaced, ignore_errors=True)
     if path.exists():

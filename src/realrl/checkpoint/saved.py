@@ -1,4 +1,7 @@
-"""What a run directory holds to continue from: checkpoints, models, the state of run and algorithm. No torch."""
+"""What a run has saved to continue from: checkpoints, models, and the state of the run and its algorithm.
+
+Does not import torch.
+"""
 
 import re
 import shutil
@@ -16,19 +19,20 @@ from realrl.recipe.experiment import Experiment
 
 CONFIG, METRICS, CHECKPOINTS, SUMMARY = "config.yaml", "metrics.jsonl", "checkpoints", "summary.json"
 _TAIL = 1 << 20
-"""Bytes read from the end of the metrics to find the last step."""
+"""Bytes read from the end of metrics.jsonl to find the last step."""
 _NAME = r"step-(\d{6,12})"
-"""Names of checkpoints."""
+"""Pattern of the names of checkpoints."""
 
 BEST: Literal["best"] = "best"
-"""Directory of the models of the best evaluation; files beside it begin with this name."""
+"""Name of the directory with the models of the best evaluation, and prefix of the names of related files."""
 Checkpoint = int | Literal["best"] | None
-"""A checkpoint after a step, the models of the best evaluation, or for None the final models."""
+"""Number of the step after which a checkpoint was saved, "best" for the models of the best evaluation, or None for
+the final models."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """Last checkpoint of a run, saved models of all trained roles, and last step with metrics."""
+    """What a run has saved: its last checkpoint, models of all trained roles, and the last step with metrics."""
 
     checkpoint: Path | None
     models: Path | None
@@ -36,18 +40,21 @@ class Saved:
     step: int | None
 
     def describe_checkpoint(self) -> str:
-        """Describe the checkpoint, as part of an error message about a failed write."""
+        """Write the part of an error message that names the last complete checkpoint."""
         if self.checkpoint is None:
             return "there is no complete checkpoint"
         return f"the last complete checkpoint is {self.checkpoint}"
 
     def describe_paths(self) -> str:
-        """List the checkpoint and the models, as part of a message; empty if there are none."""
+        """Write the part of a message that names the checkpoint and the models; empty if there are none."""
         found = [str(path) for path in (self.checkpoint, self.models) if path is not None]
         return f"saved: {', '.join(found)}" if found else ""
 
     def describe(self, steps: int | None) -> str:
-        """Describe how far a run has come, as part of a message; `steps` is their number in all, if known."""
+        """Write the part of a message that describes the progress of a run.
+
+        `steps` is its total number, if known.
+        """
         if not self.step:
             return "before the end of the first step; nothing was saved"
         saved = self.describe_paths() or "nothing to continue from was saved yet"
@@ -56,9 +63,9 @@ class Saved:
 
 
 def checkpoint_path(run_dir: Path, which: Checkpoint, role: str = "") -> Path:
-    """Name the directory of a checkpoint, or of saved models.
+    """Return the directory of a checkpoint, or of saved models.
 
-    The first trained role has this name itself; other roles append theirs.
+    `role` is appended to the name of the directory. It is empty for the first trained role.
     """
     name = f"{CHECKPOINTS}/step-{which:06}" if isinstance(which, int) else which or "final"
     top = run_dir / name
@@ -66,7 +73,10 @@ def checkpoint_path(run_dir: Path, which: Checkpoint, role: str = "") -> Path:
 
 
 def list_checkpoints(run_dir: Path) -> dict[int, Path]:
-    """List the complete checkpoints of a run by the training steps before them, the latest first."""
+    """Find the complete checkpoints of a run, the latest first.
+
+    Keys are the numbers of training steps before them.
+    """
     found = {}
     for path in (run_dir / CHECKPOINTS).glob("step-*"):
         number = re.fullmatch(_NAME, path.name)
@@ -76,9 +86,10 @@ def list_checkpoints(run_dir: Path) -> dict[int, Path]:
 
 
 def find_run_of(path: Path) -> tuple[Path, int | None]:
-    """Find the run directory of a path: the path itself, or the run of a checkpoint, with the steps before it.
+    """Find the run directory of a path, which may be the run directory itself or one of its checkpoints.
 
-    Raises UserError if the path is neither.
+    Also returns the number of training steps before the checkpoint, or None for a run directory. Raises UserError
+    if the path is neither.
     """
     number = re.fullmatch(_NAME, path.name)
     if number is not None and path.parent.name == CHECKPOINTS and path.is_dir():
@@ -89,20 +100,20 @@ def find_run_of(path: Path) -> tuple[Path, int | None]:
 
 
 def find_saved(run_dir: Path, trained: Sequence[str]) -> Saved:
-    """Find the last checkpoint, models and step of a run that trains these roles."""
+    """Find what a run has saved. `trained` are the roles that it trains."""
     checkpoint = next(iter(list_checkpoints(run_dir).values()), None)
     models = None
     which: tuple[Checkpoint, ...] = (BEST, None)
     for name in which:
         paths = [checkpoint_path(run_dir, name, role) for role in ("", *trained[1:])]
-        # A model's directory is renamed into place when it is complete.
+        # A directory of models gets this name only when it is complete.
         if all(path.is_dir() for path in paths):
             models = paths[0]
     return Saved(checkpoint, models, run_dir / METRICS, _last_step(run_dir / METRICS))
 
 
 def remove_partial(run_dir: Path) -> None:
-    """Remove the files that a process of the run was writing when it was killed."""
+    """Remove the incomplete files that killed processes of the run have left."""
     for path in list(run_dir.rglob(PARTIAL)):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -117,32 +128,32 @@ def _last_step(metrics: Path) -> int | None:
 
 @dataclass(frozen=True)
 class RunState:
-    """State of a run after a training step, except tensors, as JSON."""
+    """State of a run after a training step, without tensors. It can be written as JSON."""
 
     step: int
-    """Training steps done."""
+    """Number of finished training steps."""
     taken: int
-    """Records taken from the data; includes records whose samples were replaced."""
+    """Number of records taken from the data, including records whose samples were replaced."""
     seconds: float
-    """Seconds of the run, earlier starts included."""
+    """Seconds that the run has taken so far, including earlier starts."""
     metrics_bytes: int
-    """Length of metrics.jsonl."""
+    """Size of metrics.jsonl in bytes."""
     evaluated: int | None
-    """Training steps before the last evaluation; None before the first."""
+    """Number of training steps before the last evaluation; None before the first evaluation."""
     data: Mapping[str, int]
-    """Identity of the training data, see `Dataset.identify`."""
+    """Numbers that identify the training data and its order, see `Dataset.identify`."""
     scoring: Mapping[str, int] = field(default_factory=dict)
-    """Checksums of everything that scores: fields that functions read, and files of functions, by name."""
+    """Checksums, by name, of what determines scores: the fields that functions read, and the files of functions."""
     algorithm: Mapping[str, Any] = field(default_factory=dict)
     """State of the algorithm."""
     trainers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """State of the trainer of each role."""
+    """State of each trainer, by role."""
     functions: Mapping[str, list[Any]] = field(default_factory=dict)
     """State of the functions of a call, in the order of its output ranks."""
     best: Mapping[str, Any] | None = None
     """The best evaluation so far, if the recipe keeps one."""
     rollbacks: int = 0
-    """Number of times that training has gone back after a spike."""
+    """Number of times that training has gone back to a checkpoint after a spike."""
     notes: Mapping[str, Any] = field(default_factory=dict)
     """State of the notes to the user."""
 
@@ -152,13 +163,13 @@ class RunState:
 
     @classmethod
     def from_json(cls, read: Mapping[str, Any]) -> "RunState":
-        """Make it from JSON values. Raises TypeError for the fields of another version."""
+        """Create the state from JSON values. Raises TypeError if another version of realrl wrote other fields."""
         return cls(**read)
 
 
 @dataclass(frozen=True)
 class Restored:
-    """A checkpoint from which a run resumed, and why later checkpoints could not be read."""
+    """The checkpoint from which a run resumed. `problems` explain why later checkpoints could not be read."""
 
     path: Path
     state: RunState
@@ -166,14 +177,14 @@ class Restored:
 
 
 def name_state_file(models: Path) -> Path:
-    """Name the state file of an algorithm beside saved models; `models` is the first trained role's directory."""
+    """Return the algorithm's state file for saved models. `models` is the directory of the first trained role."""
     return models.with_name(f"{models.name}-state.json")
 
 
 def find_saved_state(experiment: Experiment, trained: Sequence[str]) -> tuple[Path, Mapping[str, Any]] | None:
-    """Find the state that the same algorithm saved beside the models from which all trained roles start.
+    """Find the state that the same algorithm saved with the models from which all trained roles start.
 
-    None if they start from other models. Raises UserError for a damaged file.
+    Returns None if the roles start from other models. Raises UserError for a damaged file.
     """
     paths = [getattr(experiment.models, role).path for role in trained]
     if any(path is None or not is_local(path) for path in paths):
@@ -195,7 +206,7 @@ class _Loading(Protocol):
 
 
 def load_saved_state(algorithm: _Loading, file: Path, state: Mapping[str, Any]) -> None:
-    """Load the state of `find_saved_state`. Raises UserError if the algorithm cannot read it."""
+    """Load the state that `find_saved_state` found. Raises UserError if the algorithm cannot read it."""
     try:
         algorithm.load_state_dict(dict(state))
     except UserError:

@@ -1,7 +1,7 @@
-"""Files of a checkpoint, written and read by all ranks in parallel through torch.distributed.checkpoint.
+"""Write and read the files of a checkpoint, on all ranks in parallel, through torch.distributed.checkpoint.
 
-Nothing in a checkpoint is unpickled or executed: tensors are bytes, everything else is JSON. Any layout can
-read what another has written.
+Nothing in a checkpoint is unpickled or executed. Tensors are stored as raw bytes, and everything else as JSON. Any
+layout can read a checkpoint that another layout has written.
 """
 
 import concurrent.futures
@@ -40,7 +40,7 @@ from realrl.engine.offload import view_bytes
 
 
 class PiecesSavePlanner(DefaultSavePlanner):
-    """Plans the writing of the pieces with which it is made."""
+    """Save planner for the tensors that its constructor receives."""
 
     def __init__(self, tensors: State) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -49,7 +49,7 @@ class PiecesSavePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Use its own tensors instead of `state_dict`."""
+        """Plan the tensors of the constructor instead of `state_dict`."""
         super().set_up_planner(self._tensors, storage_meta, is_coordinator)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
@@ -59,7 +59,7 @@ class PiecesSavePlanner(DefaultSavePlanner):
 
 
 class PiecesLoadPlanner(DefaultLoadPlanner):
-    """Finds the place of values by the offsets of their boxes."""
+    """Load planner that finds the destination of values by the offset of their box."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -67,7 +67,7 @@ class PiecesLoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Keep the pieces: the method of the base class would drop everything that is not a tensor."""
+        """Store the arguments unchanged. The base class would drop all pieces, because they are not tensors."""
         self.state_dict = self.original_state_dict = state_dict
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
@@ -80,7 +80,7 @@ class PiecesLoadPlanner(DefaultLoadPlanner):
 BUFFER_BYTES = 8 << 20
 """Bytes copied from a GPU at a time."""
 CACHED_BYTES = 1 << 20
-"""Bytes of host memory read at a time."""
+"""Bytes of host memory that are hashed and written at a time."""
 
 
 def write_state(
@@ -94,16 +94,17 @@ def write_state(
 ) -> None:
     """Write this rank's tensors into a directory that all ranks see; the first rank also writes the manifest.
 
-    `state` is everything else in the checkpoint, for the manifest. Every rank of `group` calls this; a single rank
-    has no group. `copied` is called as soon as tensors may change again. An error of any rank is raised on all.
+    `state` is the checkpoint's state other than tensors, and goes into the manifest. Every rank of `group` must
+    call this function; `group` is None in a run with one rank. `copied` is called as soon as training may change
+    the tensors again. An error on one rank is raised on all ranks.
     """
     writer = _Writer(directory, state, rank, copied)
     with warnings.catch_warnings():
-        # The warning of a run with one process.
+        # torch warns about this if the run has only one process.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             dcp.save(
-                # The planner has the tensors: torch would log every entry of this argument.
+                # The planner already has the tensors, and torch would log every entry of this argument.
                 {},
                 storage_writer=writer,
                 planner=PiecesSavePlanner(tensors),
@@ -115,12 +116,12 @@ def write_state(
 
 
 def find_cause(error: dcp.CheckpointException) -> BaseException:
-    """Find the error of the first rank that failed."""
+    """Return the error of the lowest rank that failed."""
     return error.failures[min(error.failures)][0]
 
 
 class _Writer(StorageWriter):
-    """Writes one file per rank with tensors, and the manifest."""
+    """Writes one file for each rank that has tensors, and the manifest."""
 
     def __init__(
         self, directory: Path, state: Mapping[str, Any], rank: int, copied: Callable[[], None]
@@ -128,10 +129,10 @@ class _Writer(StorageWriter):
         self._directory, self._state, self._rank, self._copied = directory, state, rank, copied
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: a writer is used once."""
+        """Do nothing, because a writer is used only once."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the directory exists."""
+        """Do nothing, because the directory exists already."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Leave the plan as it is."""
@@ -142,7 +143,7 @@ class _Writer(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file."""
+        """Write this rank's tensors to its file."""
         results: list[WriteResult] = []
         if plan.items:
             name = f"rank-{self._rank:05}.bin"
@@ -178,7 +179,7 @@ class _Writer(StorageWriter):
             start += values.nbytes
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the manifest, on the first rank, after all ranks have written their files."""
+        """Write the manifest. The first rank calls this after all ranks have written their files."""
         tensors: dict[str, list[Chunk]] = {}
         files: dict[str, int] = {}
         for result in (result for of_rank in results for result in of_rank):
@@ -201,31 +202,35 @@ class _Writer(StorageWriter):
         return True
 
     def storage_meta(self) -> StorageMeta | None:
-        """There is no metadata."""
+        """Return None, because there is no metadata."""
         return None
 
 
 class _HostBytes:
-    """Reads the bytes of tensors in place or, from a GPU, through a pinned buffer."""
+    """Reads the bytes of tensors: directly from host memory, or from a GPU through a pinned buffer."""
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
         self._stream: torch.cuda.Stream | None = None
 
     def read(self, values: Tensor) -> Iterator[memoryview]:
-        """Yield the bytes of a tensor in row-major order; each part is valid until the next."""
+        """Yield the bytes of a tensor in row-major order, part by part.
+
+        A part is valid until the next is requested.
+        """
         flat = values.detach().reshape(-1).view(torch.uint8)
         if flat.is_cuda:
             yield from self._copy(flat)
         else:
             whole = view_bytes(flat)
-            # The checksum and the write both read a part; it should still be in the processor's cache.
+            # Parts are small so that the write finds them in the processor's cache, where the checksum has left
+            # them.
             yield from (whole[at : at + CACHED_BYTES] for at in range(0, len(whole), CACHED_BYTES))
 
     def _copy(self, flat: Tensor) -> Iterator[memoryview]:
         if self._buffer is None or self._stream is None:
             self._buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
-            # Its own stream, because training continues in the default stream.
+            # Copy in a separate stream, because training continues in the default stream.
             self._stream = torch.cuda.Stream(flat.device)
             self._stream.wait_stream(torch.cuda.default_stream(flat.device))
         for part in flat.split(BUFFER_BYTES):
@@ -257,11 +262,11 @@ def check_tensors(directory: Path, manifest: Manifest, tensors: State) -> None:
 def read_state(
     directory: Path, manifest: Manifest, tensors: State, *, group: dist.ProcessGroup | None
 ) -> None:
-    """Fill this rank's `tensors`, which `check_tensors` has accepted, and convert values to their dtypes.
+    """Read this rank's `tensors` from a checkpoint that `check_tensors` has accepted, and convert their dtypes.
 
-    Every rank of `group` calls this; a single rank has no group. Each box is compared with its checksum before
-    it is used. Raises CheckpointError on all ranks if one of them cannot read its part; `tensors` may then be
-    filled in part.
+    Every rank of `group` must call this function; `group` is None in a run with one rank. The checksum of each box
+    is verified before the box is used. If one rank cannot read its part, all ranks raise CheckpointError. Some of
+    the tensors may then contain new values already.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -284,7 +289,7 @@ class _Reader(StorageReader):
         self._directory, self._manifest, self._wanted = directory, manifest, wanted
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: a reader is used once."""
+        """Do nothing, because a reader is used only once."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Describe the boxes of the wanted tensors."""
@@ -304,7 +309,7 @@ class _Reader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Do nothing: the manifest is known."""
+        """Do nothing, because the constructor has received the manifest."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Leave the plan as it is."""
@@ -316,7 +321,7 @@ class _Reader(StorageReader):
 
     @torch.no_grad()
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read every box of a plan once."""
+        """Read each box of the plan once, even if several items need parts of it."""
         wanted: defaultdict[tuple[str, tuple[int, ...]], list[ReadItem]] = defaultdict(list)
         for item in plan.items:
             wanted[item.storage_index.fqn, tuple(item.storage_index.offset or ())].append(item)
@@ -339,7 +344,7 @@ class _Reader(StorageReader):
         return done
 
     def _read_ahead(self, chunks: Sequence[tuple[str, Chunk]]) -> Iterator[Tensor]:
-        """Read boxes and compare their checksums; the next box is read while the current one is used."""
+        """Read boxes and verify their checksums. While the caller uses a box, the next one is read."""
         sizes = [prod(chunk.size) * self._dtype(name).itemsize for name, chunk in chunks]
         buffers = [torch.empty(max(sizes, default=0), dtype=torch.uint8) for _ in range(2)]
         with ThreadPoolExecutor(1, "checkpoint-file") as pool:
@@ -361,7 +366,7 @@ class _Reader(StorageReader):
         return DTYPES[self._manifest.tensors[name].dtype]
 
     def _read(self, name: str, chunk: Chunk, into: Tensor) -> None:
-        """Read a box as bytes."""
+        """Read the bytes of a box from its file into a buffer."""
         path, left = self._directory / chunk.file, into.numpy().data
         try:
             with path.open("rb", buffering=0) as file:

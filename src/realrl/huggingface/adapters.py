@@ -1,4 +1,4 @@
-"""Low-rank adapters in PEFT's format: reading, and merging into the weights of a model."""
+"""Read low-rank adapters in PEFT's format, and merge them into the weights of a model."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,15 +14,15 @@ from realrl.huggingface.headers import StoredTensor, check_type, open_file, read
 
 ADAPTER_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""Beginning of the names of tensors in files of adapters."""
+"""Prefix of all tensor names in PEFT's adapter files."""
 _A, _B, _MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 
 
 class AdapterFile:
-    """Tensors of saved adapters, by the names that they have in a model with adapters."""
+    """Tensors of saved adapters. They are named as in a model with adapters, without PEFT's prefix."""
 
     def __init__(self, saved: SavedAdapters) -> None:
-        """Raises UserError for a missing or damaged file."""
+        """Read the file's header. Raises UserError if the file is missing or damaged."""
         self.saved = saved
         stored = {tensor.name: tensor for tensor in read_header(saved.directory / ADAPTER_FILE, None)}
         strange = [name for name in stored if not name.startswith(PREFIX)]
@@ -36,11 +36,11 @@ class AdapterFile:
 
     @property
     def file(self) -> str:
-        """Path of the file, for errors."""
+        """Path of the file, for error messages."""
         return str(self.saved.directory / ADAPTER_FILE)
 
     def adapts(self, spec: TensorSpec) -> bool:
-        """Tell whether a tensor of a model is, or belongs to, a matrix with an adapter."""
+        """Return whether a tensor of a model is, or belongs to, a matrix that has an adapter."""
         return f"{spec.file_name.removesuffix('.weight')}{_A}" in self.tensors
 
     def check(self, tensors: Sequence[TensorSpec]) -> None:
@@ -73,9 +73,9 @@ class AdapterFile:
                 )
 
     def check_continued(self, lora: LowRank, tensors: Sequence[TensorSpec]) -> None:
-        """Check that training with these settings can start from the adapters. Raises UserError if not.
+        """Check that training with the settings `lora` can continue from these adapters. Raises UserError if not.
 
-        `tensors` are the model's, adapters included.
+        `tensors` are the model's tensors, including adapters.
         """
         saved = self.saved.lora
         for name in ("rank", "alpha", "rslora", "dora"):
@@ -97,9 +97,10 @@ class AdapterFile:
     def merge(
         self, values: Tensor, spec: TensorSpec, rows: range, columns: slice, read_rows: Callable[[], Tensor]
     ) -> Tensor:
-        """Merge the adapter of a matrix into some of its rows, or into some columns of these rows.
+        """Merge the adapter of a matrix into a part of the matrix.
 
-        `values` has these rows and columns of the matrix. `read_rows` reads the rows whole, for DoRA's norms.
+        `values` is the part with these rows and columns. `read_rows` reads all columns of these rows, which DoRA
+        needs for its norms.
         """
         module, lora = spec.file_name.removesuffix(".weight"), self.saved.lora
         numbers = list(rows) if spec.stored is None else spec.stored.rows(rows.start, rows.stop)

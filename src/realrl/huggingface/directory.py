@@ -1,4 +1,7 @@
-"""Model directories and hub models: their files, shapes and settings, without weights. No torch."""
+"""Files, shapes and settings of models in directories and on the hub, without their weights.
+
+Does not import torch.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,7 +37,7 @@ def local_directory(path: str | Path) -> Path:
 
 
 def find_saved_adapters(path: str | Path) -> SavedAdapters | None:
-    """Find the adapters in a directory or hub name that holds adapters instead of a whole model; None for a model.
+    """Find the adapters in a directory or on the hub. Returns None if there is a whole model instead.
 
     Raises UserError if the adapters cannot be used.
     """
@@ -47,7 +50,7 @@ def find_saved_adapters(path: str | Path) -> SavedAdapters | None:
         hf_hub_download(str(path), CONFIG)
     except EntryNotFoundError:
         return find_adapters(local_directory(path))
-    except Exception:  # opening the model reports this error
+    except Exception:  # the error is reported when the model is opened
         return None
     return None
 
@@ -63,15 +66,16 @@ def known_adapters(path: str | Path) -> SavedAdapters | None:
 
 
 def find_base(path: str | Path) -> str | Path:
-    """Find the base model of adapters; a whole model is its own base."""
+    """Return the base model of adapters. A whole model is its own base."""
     adapters = find_saved_adapters(path)
     return path if adapters is None else adapters.base
 
 
 def config_file(path: str | Path) -> Path:
-    """Find the `config.json` of a model in a directory or on the hub, downloading nothing else.
+    """Find the `config.json` of a model in a directory or on the hub; no other file is downloaded.
 
-    Adapters have the file of their base model. A directory may lack it. Raises UserError if there is no such model.
+    For adapters, this is the file of their base model. The file may be missing in a directory. Raises UserError if
+    there is no such model.
     """
     path = find_base(path)
     directory = local_path(str(path))
@@ -88,7 +92,7 @@ def config_file(path: str | Path) -> Path:
 
 
 def generation_config_file(path: str | Path) -> Path | None:
-    """Find the `generation_config.json` of a model in the same way; None if it has none."""
+    """Find the `generation_config.json` of a model in a directory or on the hub; None if the model has none."""
     path = find_base(path)
     directory = local_path(str(path))
     if is_local(str(path)) or directory.is_dir():
@@ -106,9 +110,10 @@ def generation_config_file(path: str | Path) -> Path | None:
 
 
 def read_shape(path: str | Path, family: str | None = None) -> ModelShape:
-    """Read the shape of a model in a directory or on the hub; UserError if absent or not supported.
+    """Read the shape of a model in a directory or on the hub.
 
-    `family` is a name or reference for `find_family`; by default `config.json` names the family.
+    `family` is a name or reference for `find_family`; by default, `config.json` names the family. Raises UserError
+    if the model is missing or its family is not supported.
     """
     return read_config(config_file(path), family)
 
@@ -116,15 +121,15 @@ def read_shape(path: str | Path, family: str | None = None) -> ModelShape:
 def known_shape(config: ModelConfig) -> ModelShape | None:
     """Find the shape of a role's model without using the network; None if it is not known.
 
-    Sources are the recipe, the model's directory and the cache of hub models. Raises UserError for a wrong
-    `config.json`.
+    The shape comes from the recipe, the model's directory, or the cache of hub models. Raises UserError if
+    `config.json` is invalid.
     """
     found = _known_base(config)
     return None if found is None else _adapt(found, config)
 
 
 def _adapt(shape: ModelShape, config: ModelConfig) -> ModelShape:
-    """Add a role's adapters, its quantisation and its larger vocabulary to the shape of its model.
+    """Add the recipe's adapters, quantisation and larger vocabulary to the shape of a role's model.
 
     Raises UserError if the vocabulary would shrink.
     """
@@ -155,9 +160,9 @@ def _known_base(config: ModelConfig) -> ModelShape | None:
 
 
 def find_model_shape(config: ModelConfig) -> ModelShape:
-    """Find the shape of a role's model; a hub model downloads `config.json` alone.
+    """Find the shape of a role's model. Of a model on the hub, only `config.json` is downloaded.
 
-    Raises UserError if it cannot be found.
+    Raises UserError if the shape cannot be found.
     """
     known = known_shape(config)
     if known is not None:
@@ -173,7 +178,7 @@ def _not_given(path: str | Path, error: Exception) -> UserError:
 
 @dataclass(frozen=True)
 class Origin:
-    """Settings in the directory from which a model was opened.
+    """Settings in the directory from which a model was loaded.
 
     They are read at the start of a run, because the directory may be gone when the model is saved.
     """
@@ -184,13 +189,13 @@ class Origin:
     generation: Mapping[str, Any] | None
     """Contents of `generation_config.json`; None without such a file."""
     generation_file: bytes = b""
-    """Bytes of that file."""
+    """Bytes of `generation_config.json`."""
 
     def find_stop_token_ids(self, vocabulary: int) -> tuple[Path, tuple[int, ...]]:
-        """Find the file that names the tokens that end generation, and these tokens.
+        """Return the file that lists the tokens that end generation, and the ids of these tokens.
 
-        `generation_config.json` comes before `config.json`, as in transformers. Raises UserError for a token
-        outside the model's vocabulary.
+        As in transformers, `generation_config.json` takes precedence over `config.json`. Raises UserError for a
+        token outside the model's vocabulary.
         """
         file = self.directory / CONFIG
         named = self.config.get("eos_token_id")

@@ -1,4 +1,4 @@
-"""Headers of a model's safetensors files, checked before weights are read."""
+"""Read and check the headers of a model's safetensors files, before any weights are read."""
 
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
@@ -31,16 +31,16 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Contents:
-    """The tensors of a model in the files of its directory."""
+    """Where the files of a directory store the tensors of a model."""
 
     tensors: Mapping[str, StoredTensor]
-    """By the tensor's name in the model."""
+    """The stored tensors, by their names in the model."""
     absent: list[str]
     """Tensors of the model that are in no file."""
     embedding: TensorSpec
     """The embedding table."""
     repeated_head: tuple[StoredTensor, StoredTensor] | None
-    """A stored language-model head whose embeddings are tied, and these embeddings: both must be equal."""
+    """A stored language-model head that is tied to the embeddings, and these embeddings. Both must be equal."""
 
 
 def open_file(file: Path) -> Any:
@@ -52,9 +52,9 @@ def open_file(file: Path) -> Any:
 
 
 class TensorFiles:
-    """Safetensors files mapped into memory, one open at a time.
+    """Maps safetensors files into memory, and keeps one file open at a time.
 
-    Ask for tensors file by file, so that each file is opened once.
+    Request tensors file by file, so that each file is opened only once.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,10 @@ class TensorFiles:
         self._close()
 
     def find(self, tensor: StoredTensor) -> Any:
-        """Find a tensor's slice, which reads parts of it when indexed. Raises UserError for a damaged file."""
+        """Open a tensor as a slice, which reads only the parts that are indexed.
+
+        Raises UserError for a damaged file.
+        """
         if tensor.file != self._file:
             self._close()
             self._reader = self._opened.enter_context(open_file(tensor.file))
@@ -84,9 +87,9 @@ class TensorFiles:
 def find_tensors(directory: Path, shape: ModelShape, wanted: Iterable[TensorSpec]) -> Contents:
     """Find the file of each of these tensors of a model.
 
-    Only a scalar head may be absent, since a language model has none yet. A missing language-model head is the
-    embedding table if `config.json` ties them. Everything else that does not fit raises UserError with file and
-    tensor; so does a stored tensor that the model does not have.
+    Only a scalar head may be missing, because a language model does not have one. If `config.json` ties the
+    language-model head to the embeddings and the head is missing, the embedding table takes its place. If anything
+    else does not fit, UserError names the file and the tensor. Additional tensors in the files are also an error.
     """
     specs = {spec.name: spec for spec in wanted}
     outside = _specs_outside_layers(shape)
@@ -121,9 +124,9 @@ def find_tensors(directory: Path, shape: ModelShape, wanted: Iterable[TensorSpec
 def _named_as_in_family(
     stored: Mapping[str, StoredTensor], specs: Iterable[TensorSpec]
 ) -> Mapping[str, StoredTensor]:
-    """Give stored tensors the names of the family.
+    """Rename stored tensors to the names that the family uses.
 
-    Files of a base model omit everything before the first dot of a name.
+    Files that were saved from a base model without a head omit everything before the first dot of a name.
     """
     names = {spec.file_name for spec in specs}
     if names & stored.keys():
@@ -132,7 +135,7 @@ def _named_as_in_family(
 
 
 def _specs_outside_layers(shape: ModelShape) -> dict[Parameter, TensorSpec]:
-    """Find the tensors outside the layers, for both heads and with untied embeddings."""
+    """List the tensors outside the layers: those of both kinds of head, with untied embeddings."""
     untied = shape.model_copy(update={"tied_embeddings": False, "layers": 1})
     heads: tuple[Head, ...] = get_args(Head)
     specs = [spec for head in heads for spec in model_tensors(untied, head)]
@@ -152,7 +155,7 @@ def _check(tensor: StoredTensor, spec: TensorSpec, shape: ModelShape) -> None:
 
 
 def stored_rows(spec: TensorSpec, shape: ModelShape) -> int | None:
-    """Count the rows in the files of a tensor that has a row per token; None unless the vocabulary grows."""
+    """Return how many rows of a tensor the files have if the vocabulary grows; None if they have all rows."""
     per_token = spec.partition is not None and spec.partition.units is Units.VOCABULARY
     return shape.grown_from if per_token else None
 
@@ -197,7 +200,11 @@ def _read_headers(directory: Path) -> dict[str, StoredTensor]:
 
 
 def read_header(file: Path, expected: list[str] | None) -> list[StoredTensor]:
-    """List the tensors of a file: the `expected` names from the index, or all. Raises UserError for a bad file."""
+    """List the tensors of a file.
+
+    `expected` are the names that the index lists for the file; None stands for all tensors in the file. Raises
+    UserError for a bad file.
+    """
     if not file.is_file():
         raise UserError(f"{file} is missing" + ("" if expected is None else f", though {INDEX} names it"))
     with open_file(file) as reader:

@@ -22,12 +22,14 @@ def initialise(
 ) -> None:
     """Fill every tensor with its initial values (`TensorSpec.init`).
 
-    `tensors` are global. `buffer` holds them whole or, with `regions`, these regions, from the first row on.
+    `tensors` describe whole tensors. With `regions`, `buffer` has only these regions of them; each region starts in
+    the first row of its buffer.
 
-    DoRA's magnitudes are skipped: they follow from other tensors (`Transformer.initialise_magnitudes`). Scales are
-    written with their quantised matrices. Matrices that write to the residual stream are scaled by
-    1 / sqrt(2 * layers) (Radford et al. 2019, section 2.3). Each tensor depends on the seed and its own name alone,
-    so layout, order and device do not matter. At most `_DRAWN_ELEMENTS`, or one row, are in memory at a time.
+    DoRA's magnitudes are skipped, because `Transformer.initialise_magnitudes` computes them from other tensors.
+    Scales are written together with their quantised matrices. Matrices that write to the residual stream are scaled
+    by 1 / sqrt(2 * layers) (Radford et al. 2019, section 2.3). The values of a tensor depend only on the seed and
+    its name, so layout, order and device do not matter. At most `_DRAWN_ELEMENTS` values, or one row, are in memory
+    at a time.
     """
     for tensor in tensors:
         target = buffer[tensor.name]
@@ -49,11 +51,15 @@ def initialise(
 
 
 _DRAWN_ELEMENTS = 2**24
-"""Numbers drawn at a time. Each block of rows has its own seed, so a rank draws only the blocks it needs."""
+"""Maximum numbers drawn at a time. Each block of rows has its own seed, so a rank draws only the blocks it
+needs."""
 
 
 def _draw(tensor: TensorSpec, region: Region, shape: ModelShape, seed: int) -> Iterator[tuple[slice, Tensor]]:
-    """Draw the rows of a region of a tensor. Yields rows of the region with the values of all columns."""
+    """Draw a region of a tensor.
+
+    Yields slices of the region's rows, and the values of all columns in these rows.
+    """
     rows = region.slices[0]
     step = max(1, _DRAWN_ELEMENTS // math.prod(tensor.shape[1:]))
     for number in range(rows.start // step, -(-rows.stop // step)):

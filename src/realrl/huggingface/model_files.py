@@ -1,4 +1,4 @@
-"""Loading and saving of models in Hugging Face directories, which transformers and inference servers open too."""
+"""Load and save models in Hugging Face directories, which transformers and inference servers can also open."""
 
 import json
 import shutil
@@ -72,18 +72,18 @@ __all__ = [
 ]
 
 SHARD_BYTES = 5e9
-"""Maximum bytes in one file of tensors, unless a single tensor has more."""
+"""Maximum bytes in one file of tensors. A file with a single tensor may be larger."""
 
 
 def read_dtype(path: str | Path) -> torch.dtype:
-    """Read the data type of a model directory; float16 counts as bfloat16, everything else as float32."""
+    """Choose the dtype for a model: bfloat16 if its `config.json` names bfloat16 or float16, otherwise float32."""
     config = read_json(config_file(path))
     name = config.get("dtype", config.get("torch_dtype"))
     return torch.bfloat16 if name in ("bfloat16", "float16") else torch.float32
 
 
 def check(path: str | Path, shape: ModelShape, tensors: Sequence[TensorSpec]) -> list[str]:
-    """Check the headers of a model's files. Returns the names of missing tensors, adapters not counted."""
+    """Check the headers of a model's files. Returns the names of missing tensors, except those of adapters."""
     return ModelFiles(path, shape, tensors).absent
 
 
@@ -94,17 +94,17 @@ def load(
     into: Weights,
     regions: Mapping[str, Region] | None = None,
 ) -> list[str]:
-    """Copy the tensors of a model into a buffer and convert their type. Returns the names of missing tensors.
+    """Copy the tensors of a model into a buffer and convert their dtype. Returns the names of missing tensors.
 
-    `tensors` are global. The buffer holds them whole or, with `regions`, only these regions, from the first row on;
-    nothing else is read. Matrices are quantised part by part while they are read. A part consists of whole rows,
-    because each row has a scale.
+    `tensors` describe whole tensors. With `regions`, the buffer has only these regions of them, and nothing else is
+    read. Each region starts in the first row of its buffer. Quantised matrices are read and quantised part by part.
+    A part consists of whole rows, because each row has a scale.
 
-    If `path` has adapters in PEFT's format, they are merged into their base model; if `tensors` has adapters, the
-    values go there instead.
+    If `path` has adapters in PEFT's format and `tensors` has none, the adapters are merged into their base model.
+    If `tensors` has adapters too, they are loaded as adapters.
 
-    Only a scalar head and adapters may be missing. Everything else that does not fit raises UserError with file and
-    tensor; so do weights that are not finite.
+    Only a scalar head and adapters may be missing. Raises UserError with file and tensor if anything else does not
+    fit, or if a weight is not finite.
     """
     source = ModelFiles(path, shape, tensors)
     specs = {spec.name: spec for spec in tensors}
@@ -127,7 +127,7 @@ def load(
 def _read_quantised(
     source: "ModelFiles", files: TensorFiles, spec: TensorSpec, region: Region | None, into: Weights
 ) -> None:
-    """Read a region of a quantised matrix, or all of it, and the scales of its rows."""
+    """Read a matrix or a region of it, quantise it, and write it with the scales of its rows."""
     height, width = spec.shape if region is None else region.size
     first, column = (0, 0) if region is None else region.offset
     rows = Region(spec.name, (first, 0), (height, spec.shape[1]))
@@ -138,15 +138,15 @@ def _read_quantised(
 
 
 def _place(stored: StoredTensor) -> tuple[Path, str]:
-    """Make the sort key of a tensor: file by file, and inside a file by name, which is the order on disk."""
+    """Return the sort key that orders tensors by file, and within a file by name, as on the disk."""
     return stored.file, stored.name
 
 
 class ModelFiles:
-    """The files from which a model is read: its own, and those of adapters for it."""
+    """The files from which a model is read, including the file of its adapters if it has any."""
 
     def __init__(self, path: str | Path, shape: ModelShape, tensors: Sequence[TensorSpec]) -> None:
-        """Raises UserError if files and model do not fit together."""
+        """Raises UserError if the files do not fit the model."""
         saved = find_saved_adapters(path)
         self._adapters = None if saved is None else AdapterFile(saved)
         tensors = [spec for spec in tensors if not is_scale(spec)]
@@ -156,7 +156,7 @@ class ModelFiles:
         self._shape = shape
         self._continued = len(own) < len(tensors)
         self.found: dict[str, StoredTensor] = {**self.contents.tensors}
-        """Place of each tensor, and of each matrix into which an adapter is merged."""
+        """Where each tensor of the model is stored, by name."""
         if self._adapters is not None:
             self._adapters.check(own)
             if shape.lora is not None:
@@ -171,7 +171,10 @@ class ModelFiles:
     def read_parts(
         self, files: TensorFiles, spec: TensorSpec, region: Region | None
     ) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
-        """Read a region of a tensor, or all of it. Yields the index of each part in the region, and its values."""
+        """Read a region of a tensor, or all of it.
+
+        Yields the index of each part within the region, and its values.
+        """
         opened, adapters = files.find(self.found[spec.name]), self._adapters
         rows_there = stored_rows(spec, self._shape)
         if rows_there is not None:
@@ -216,7 +219,7 @@ def _check_repeated_head(
     directory: Path,
     regions: Mapping[str, Region] | None,
 ) -> None:
-    """Check that a stored head that is not used equals the embeddings. Raises UserError if not."""
+    """If a head is stored although it is tied, check that it equals the embeddings. Raises UserError if not."""
     spec = contents.embedding
     if contents.repeated_head is None or (regions is not None and spec.name not in regions):
         return
@@ -251,15 +254,16 @@ def save(
     origin: Origin | None = None,
     stop_token_ids: Collection[int] = (),
 ) -> None:
-    """Write a model directory in place of an older one. It appears whole or not at all.
+    """Write a model directory, which replaces an older one. It appears only when it is complete.
 
-    `weights` holds all tensors, or is a function that returns the portion with a number of `list_portions`; each
-    portion is written before the next is requested. Raises NotFiniteError for a value that is not finite.
-    `origin` has the settings of the model that was opened; those that training does not touch stay unchanged.
+    `weights` holds all tensors, or is a function that returns the portion of `list_portions` with a given number.
+    Each portion is written before the next one is requested. Raises NotFiniteError if a value is not finite.
+    `origin` has the settings of the model that was loaded; settings that training does not change are copied from
+    it.
 
-    A scalar head becomes a sequence classifier with one label. If sequences can end with the tokenizer's padding
-    token, model and tokenizer get another one. `stop_token_ids` are tokens that can end a sequence in addition to
-    those of tokenizer and origin.
+    A model with a scalar head is saved as a sequence classifier with one label. If sequences can end with the
+    tokenizer's padding token, the classifier and its tokenizer get another padding token. `stop_token_ids` are
+    tokens that can end a sequence, in addition to those that tokenizer and origin name.
     """
     with _whole_directory(Path(directory)) as unfinished:
         tensors = model_tensors(shape, head)
@@ -277,9 +281,9 @@ def save_adapters(
     dtype: torch.dtype,
     base: str,
 ) -> None:
-    """Write adapters in PEFT's format, with the scalar head if there is one; otherwise like `save`.
+    """Write adapters, and the scalar head if there is one, in PEFT's format. Works like `save` in all other ways.
 
-    `weights` holds the `adapter_tensors`; `base` is the directory or hub name of their base model.
+    `weights` holds the `adapter_tensors`. `base` is the directory or hub name of their base model.
     """
     assert shape.lora is not None, "a model without adapters is saved whole"
     tensors = model_tensors(shape, head)
@@ -296,7 +300,7 @@ def save_adapters(
 
 @contextmanager
 def _whole_directory(final: Path) -> Iterator[Path]:
-    """Yield a directory to write into; it replaces `final` when the block ends without an error."""
+    """Yield a temporary directory to write into. It replaces `final` when the block ends without an error."""
     unfinished = partial_path(final)
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -352,7 +356,7 @@ def _save_settings(
 
 
 def _take(weights: Weights, portions: Sequence[Portion], number: int) -> Mapping[str, Tensor]:
-    """Take one portion of all weights."""
+    """Select the weights of the portion with this number."""
     return {part.spec.name: weights[part.spec.name][part.region.slices] for part in portions[number]}
 
 
@@ -363,7 +367,7 @@ def _save_tensors(
     dtype: torch.dtype,
     limit: float,
 ) -> None:
-    """Write the files of tensors; `fetch` returns the portion with a number."""
+    """Write the safetensors files and their index. `fetch` returns the portion with a given number."""
     files = list_shards(tensors, dtype, limit)
     weight_map: dict[str, str] = {}
     joined = join_portions(

@@ -1,4 +1,4 @@
-"""Shards of a saved model: which tensors each file has, in what portions they arrive, and how they are written.
+"""Shards of a saved model: the tensors in each file, the portions in which they arrive, and the writing of files.
 
 The format (github.com/huggingface/safetensors): 8 bytes with the length of a header; the header, a JSON object with
 the place of each tensor; then the bytes of the tensors, one after the other.
@@ -29,7 +29,7 @@ Portion = Sequence[LocalTensor]
 
 
 def list_shards(tensors: Sequence[TensorSpec], dtype: torch.dtype, limit: float) -> list[list[TensorSpec]]:
-    """Group tensors by shard; a shard has at most `limit` bytes, or a single tensor."""
+    """Group tensors by shard. A shard has at most `limit` bytes, unless a single tensor is larger."""
     shards: list[list[TensorSpec]] = [[]]
     used = 0
     for group in group_by_file_tensor(tensors):
@@ -45,8 +45,9 @@ def list_shards(tensors: Sequence[TensorSpec], dtype: torch.dtype, limit: float)
 def list_portions(tensors: Sequence[TensorSpec], dtype: torch.dtype) -> Sequence[Portion]:
     """Group tensors into portions, in the order in which they are saved.
 
-    A portion has at most `PORTION_BYTES`, or the smallest part that becomes whole rows of a file's tensor. That
-    is a row; one head of queries, keys and values if these alternate; or a whole matrix that the file transposes.
+    A portion has at most `PORTION_BYTES`, unless the smallest possible portion is larger. The smallest portion must
+    fill whole rows of the file's tensor. Usually it is one row. If queries, keys and values alternate in the file,
+    it is one head of each. If the file stores the matrix transposed, it is the whole matrix.
     """
     portions: list[list[LocalTensor]] = [[]]
     used = 0
@@ -64,12 +65,12 @@ def list_portions(tensors: Sequence[TensorSpec], dtype: torch.dtype) -> Sequence
 
 
 def take_whole(tensors: Sequence[TensorSpec]) -> Portion:
-    """Make one portion of tensors."""
+    """Make one portion of whole tensors."""
     return [_take_rows(spec, 0, spec.shape[0]) for spec in tensors]
 
 
 def join_portions(portions: Iterator[tuple[Portion, Weights]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of files by name, in order, whole or in consecutive rows."""
+    """Yield the tensors of files with their names, in order. A tensor may come in pieces of consecutive rows."""
     for portion, weights in portions:
         first = {part.spec.name: part.region.offset[0] for part in portion}
         for group in group_by_file_tensor([part.stored for part in portion]):
@@ -82,7 +83,7 @@ def _count_bytes(tensors: Sequence[TensorSpec], dtype: torch.dtype) -> int:
 
 
 def _divide(matrix: Sequence[TensorSpec], dtype: torch.dtype) -> Iterator[Portion]:
-    """Divide the parts of a file's matrix into portions that become consecutive rows of it."""
+    """Divide the tensors that make up one matrix of a file into portions. A portion fills consecutive rows."""
     if any(spec.stored is not None and spec.stored.transposed for spec in matrix):
         yield take_whole(matrix)
         return
@@ -98,7 +99,7 @@ def _divide(matrix: Sequence[TensorSpec], dtype: torch.dtype) -> Iterator[Portio
 
 
 def _find_block(spec: TensorSpec) -> int:
-    """Find how many rows must be saved together."""
+    """Return how many rows must be saved together."""
     where = spec.stored
     return 1 if where is None or (where.order is None and where.period == where.block) else where.block
 
@@ -109,9 +110,9 @@ def _take_rows(spec: TensorSpec, first: int, last: int) -> LocalTensor:
 
 
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
-"""Names of the types of saved tensors in a header."""
+"""Names of dtypes in the header of a file."""
 _ALIGNMENT = 8
-"""The first tensor starts at a multiple of so many bytes."""
+"""The first tensor starts at a multiple of this number of bytes."""
 
 
 def write_file(
@@ -120,10 +121,10 @@ def write_file(
     dtype: torch.dtype,
     tensors: Iterator[tuple[str, Tensor]],
 ) -> None:
-    """Write a file of tensors, which arrive one after the other, whole or in rows, and flush it to the disk.
+    """Write a file of tensors, and flush it to the disk. Tensors arrive one after the other, whole or in rows.
 
-    `shapes` has the file's tensors in the order of their arrival; later tensors stay in the iterator. Raises
-    NotFiniteError for values that are not finite, and OSError.
+    `shapes` lists the file's tensors in the order in which they arrive. Tensors of later files stay in the
+    iterator. Raises NotFiniteError if a value is not finite, and OSError.
     """
     with path.open("wb", buffering=0) as file:
         write_all(file, memoryview(_make_header(shapes, dtype)))

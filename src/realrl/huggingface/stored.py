@@ -1,6 +1,7 @@
-"""From the tensors of a model to the tensors of its files, and back.
+"""Convert the tensors of a model to the tensors of its files, and back.
 
-A tensor of a file may hold several tensors of the model as rows, in blocks, or as matrices of a stack.
+One tensor of a file may hold several tensors of the model: as groups of rows, as alternating blocks of rows, or as
+the matrices of a stack.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from realrl.families.tensors import Quantisation, Stored, TensorSpec
 from realrl.layout.region import Region
 
 PART_ELEMENTS = 2**24
-"""Elements that are read at a time: a part whose type changes on the way to a GPU is in memory twice."""
+"""Maximum elements read at a time. While a part's dtype is converted on the way to a GPU, it is in memory twice."""
 
 
 class Weights(Protocol):
@@ -27,11 +28,11 @@ class Weights(Protocol):
 def read_parts(
     stored: Any, spec: TensorSpec, region: Region | None = None
 ) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
-    """Read a region of a tensor, or all of it, part by part: index of the part in the region, and its values.
+    """Read a tensor, or a region of it, part by part. Yields each part's index within the region, and its values.
 
-    `stored` is the tensor of the file: a tensor, or a slice of a safetensors file. Every element of the region is
-    read once, and nothing else is read. Values are views of what `stored` returns, unless the file has the rows in
-    another order.
+    `stored` is the file's tensor: a tensor in memory, or a slice object of safetensors. Every element of the region
+    is read once, and nothing else is read. Values are views of what `stored` returns, unless the file has the rows
+    in another order.
     """
     if region is None:
         region = Region(spec.name, (0,) * len(spec.shape), spec.shape)
@@ -47,7 +48,10 @@ def read_parts(
 
 
 def _list_runs(where: Stored | None, first: int, last: int, most: int) -> Iterator[tuple[int, int]]:
-    """Divide rows into runs of at most `most` that are adjacent in the file, in any order."""
+    """Divide rows into runs that are adjacent in the file.
+
+    A run has at most `most` rows. If the file reorders the rows of a block, the run has the whole block.
+    """
     together = where is None or (where.order is None and where.period == where.block)
     while first < last:
         end = last if together or where is None else min(last, (first // where.block + 1) * where.block)
@@ -74,10 +78,13 @@ def _read_rows(stored: Any, where: Stored | None, first: int, last: int, columns
 def join_tensors(
     specs: Sequence[TensorSpec], values: Mapping[str, Tensor], first: Mapping[str, int] | None = None
 ) -> dict[str, Tensor]:
-    """Join tensors of a model to tensors of files, by their names in the file. `values` has the model's names.
+    """Join tensors of a model to tensors of files.
 
-    Values are whole tensors or, with `first`, the rows from that number on; they become adjacent rows in the file.
-    `specs` may be consecutive matrices of a stack; they become a part of the stack.
+    Names in `values` are the model's; names in the result are the file's.
+
+    Values are whole tensors. With `first`, they are rows of their tensors, from the row with this number on, and
+    must become adjacent rows in the file. `specs` may be consecutive matrices of a stack; the result is then this
+    part of the stack.
     """
     files: dict[str, Tensor] = {}
     for group in group_by_file_tensor(specs):
@@ -103,7 +110,7 @@ def join_tensors(
 def _list_file_rows(
     spec: TensorSpec, values: Mapping[str, Tensor], first: Mapping[str, int]
 ) -> Sequence[int]:
-    """List the rows that the values have in the file."""
+    """List the numbers that the rows of the values have in the file."""
     start = first.get(spec.name, 0)
     numbers = range(start, start + len(values[spec.name]))
     return numbers if spec.stored is None else spec.stored.rows(numbers.start, numbers.stop)
@@ -118,7 +125,10 @@ def group_by_file_tensor(specs: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
 
 
 def group_by_number(specs: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
-    """Group the tensors in one tensor of a file by their matrix, if that is a stack, in order."""
+    """Group the tensors in one tensor of a file, in order.
+
+    Each matrix of a stack is a group; otherwise all are one group.
+    """
     groups: dict[int | None, list[TensorSpec]] = {}
     for spec in specs:
         groups.setdefault(None if spec.stored is None else spec.stored.number, []).append(spec)
@@ -128,10 +138,10 @@ def group_by_number(specs: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
 def read_grown(
     stored: Any, spec: TensorSpec, region: Region | None, rows: int
 ) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
-    """Read a region of a tensor like `read_parts`, from a file that has only its first `rows` rows.
+    """Read a region of a tensor like `read_parts`, from a file that has only the tensor's first `rows` rows.
 
-    Each new row is the mean of the file's rows, as in `resize_token_embeddings` of transformers but without noise:
-    values depend on the file alone, so every layout reads the same values.
+    Each new row is the mean of the file's rows, as in `resize_token_embeddings` of transformers, but without added
+    noise. The values then depend on the file alone, so every layout reads the same values.
     """
     whole = region or _whole(spec)
     old = take_stored(spec, region, rows)
@@ -146,7 +156,7 @@ def read_grown(
 
 
 def take_stored(spec: TensorSpec, region: Region | None, rows: int) -> Region:
-    """Cut a region to the rows of a file with `rows` rows; the result may be empty."""
+    """Cut a region to the rows that a file with `rows` rows has. The result may be empty."""
     whole = region or _whole(spec)
     count = max(0, min(whole.size[0], rows - whole.offset[0]))
     return Region(spec.name, whole.offset, (count, *whole.size[1:]))
@@ -157,21 +167,22 @@ def _whole(spec: TensorSpec) -> Region:
 
 
 def quantise(values: Tensor, quantisation: Quantisation) -> tuple[Tensor, Tensor]:
-    """Quantise whole rows: w is about q * s, with s = max|row| / (largest number of the type).
+    """Quantise whole rows, so that w is about q * s with s = max|row| / (largest number of the type).
 
-    values: [N, K] -> q as bytes [N, K] uint8, s as bytes [N, 4] uint8. A row of zeros has the scale 1.
+    `values` has shape [N, K]. Returns the bytes of q, [N, K] uint8, and the bytes of s, [N, 4] uint8. A row of
+    zeros has the scale 1.
     """
     wide = values.float()
     scales = wide.abs().amax(1, keepdim=True) / LARGEST[quantisation]
     scales = torch.where(scales > 0, scales, 1.0)
-    # The division rounds too, so clamp: otherwise the largest number could leave the range of the type.
+    # Division rounds, so without the clamp the largest value could leave the range of the type.
     wide = (wide / scales).clamp_(-LARGEST[quantisation], LARGEST[quantisation])
     found = wide.round_().to(torch.int8) if quantisation == "int8" else wide.to(torch.float8_e4m3fn)
     return found.view(torch.uint8), scales.view(torch.uint8)
 
 
 def write_quantised(into: Weights, spec: TensorSpec, rows: slice, values: Tensor, columns: slice) -> None:
-    """Quantise whole rows of a matrix. Write some of their columns, and their scales, into rows of a buffer."""
+    """Quantise whole rows of a matrix. Write the given columns, and the scales, into `rows` of a buffer."""
     assert spec.quantised is not None, f"{spec.name} is not quantised"
     found, scales = quantise(values, spec.quantised)
     into[spec.name][rows].copy_(found[:, columns])

@@ -1,4 +1,4 @@
-"""Tokenizers: loaded, trained, saved beside a model; their special tokens. No torch."""
+"""Load and train tokenizers, save them with models, and find their special tokens. Does not import torch."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 def load_tokenizer(path: str) -> "PreTrainedTokenizerFast":
     """Load the tokenizer of a Hugging Face directory or hub name. Raises UserError if there is none.
 
-    A directory with adapters and no tokenizer has the tokenizer of their base model.
+    If a directory has adapters but no tokenizer, the tokenizer of their base model is loaded.
     """
     from transformers import AutoTokenizer
 
@@ -55,10 +55,10 @@ def load_tokenizer(path: str) -> "PreTrainedTokenizerFast":
 
 
 def _config_option(directory: Path) -> dict[str, Any]:
-    """Make an option that keeps transformers from loading the model's configuration class, if possible.
+    """Return the option that keeps transformers from importing the model's configuration class, if possible.
 
-    transformers looks there for the tokenizer's class, although most tokenizers name it themselves, and the import
-    takes longer than everything else. For a user's own family it would also print warnings about the model.
+    transformers looks in this class for the tokenizer's class, although most tokenizers name it themselves. The
+    import takes longer than everything else. For a user's own family, it would also print warnings about the model.
     """
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
@@ -77,8 +77,8 @@ def _config_option(directory: Path) -> dict[str, Any]:
 def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
     """Train a byte-level BPE tokenizer of at most `vocab_size` tokens; write it with `save_tokenizer`.
 
-    When special tokens are on, the tokenizer puts BOS before a text, as training here does. Raises UserError if
-    `vocab_size` cannot hold the 256 bytes and three special tokens.
+    With `add_special_tokens`, the tokenizer puts BOS before a text, as training does. Raises UserError if
+    `vocab_size` is too small for the 256 bytes and three special tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -109,7 +109,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast
 def save_tokenizer(tokenizer: "PreTrainedTokenizerFast", directory: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json so that transformers 4 and 5 can open them.
 
-    Settings of transformers about the tokenizer's origin are left out.
+    Settings in which transformers records the tokenizer's origin are left out.
     """
     tokenizer.save_pretrained(str(directory))
     config = directory / "tokenizer_config.json"
@@ -124,7 +124,7 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerFast", directory: Path) -> Non
 def train_tokenizer(source: str, out: str, vocab_size: int) -> int:
     """Train a tokenizer on the records of `source` (see `read_records`) and write it to the directory `out`.
 
-    Returns its number of tokens, which is below `vocab_size` if the texts do not yield enough.
+    Returns the tokenizer's number of tokens. It is below `vocab_size` if the texts yield too few.
     """
     texts = (text for text in _record_texts(source) if text)
     first = next(texts, None)
@@ -159,7 +159,7 @@ class AddedToken(Protocol):
 
 
 class SpecialTokens(Protocol):
-    """The special tokens of a transformers tokenizer that are used here."""
+    """The attributes of a transformers tokenizer that identify its special tokens."""
 
     name_or_path: str
     bos_token_id: int | None
@@ -173,9 +173,10 @@ class SpecialTokens(Protocol):
 
 
 def list_stop_token_ids(tokenizer: SpecialTokens, origin: Origin | None, vocabulary: int) -> tuple[int, ...]:
-    """List all tokens that end a sequence: first the tokenizer's, then the tokens in the model's own settings.
+    """List all tokens that end a sequence: first the tokenizer's, then those in the settings of the model.
 
-    Llama 3 Instruct has three. `vocabulary` is the size of the model's. Raises UserError for an id outside it.
+    There may be several; Llama 3 Instruct has three. `vocabulary` is the number of tokens in the model's
+    vocabulary. Raises UserError for an id outside it.
     """
     stop_token_ids: dict[int, None] = {}
     if tokenizer.eos_token_id is not None:
@@ -193,12 +194,12 @@ def list_stop_token_ids(tokenizer: SpecialTokens, origin: Origin | None, vocabul
 def find_classifier_padding(
     tokenizer: SpecialTokens, stop_token_ids: Collection[int], vocabulary: int
 ) -> int | None:
-    """Find the padding token of a saved classifier; None if no token will do.
+    """Choose the padding token for a saved classifier; None if no token is suitable.
 
     transformers scores a sequence at its last token that is not padding, so a sequence must never end with the
-    padding token. The tokenizer's own padding token is taken unless it is among the `stop_token_ids`. Otherwise a
-    special token is taken: one with "pad" in its name, a reserved token, the unknown token, or the token that
-    begins sequences.
+    padding token. The tokenizer's own padding token is used unless it is among the `stop_token_ids`. Otherwise a
+    special token is used: one with "pad" in its name, a reserved token, the unknown token, or the token that begins
+    sequences.
     """
     special = {
         token: added.content.lower()
@@ -216,9 +217,9 @@ def find_classifier_padding(
 
 
 def find_saved_ids(tokenizer: SpecialTokens | None, origin: Origin | None) -> dict[str, Any]:
-    """Find the special tokens for a saved `config.json`.
+    """Return the special tokens for the `config.json` of a saved model.
 
-    They are copied from the model that was opened. A model that started from scratch has the tokenizer's.
+    They are copied from the model that was loaded. A model that started from scratch gets the tokenizer's.
     """
     if origin is not None:
         return {name: origin.config[name] for name in SPECIAL_TOKENS if name in origin.config}
@@ -239,25 +240,25 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tekken.json",
 )
-"""Names of the files from which transformers opens a tokenizer."""
+"""Patterns of the files that transformers reads to open a tokenizer."""
 TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
 
 
 class Tokenizer(SpecialTokens, Protocol):
-    """A tokenizer that is saved beside weights, such as a fast tokenizer of transformers."""
+    """A tokenizer that can be saved with a model, such as a fast tokenizer of transformers."""
 
     def save_pretrained(self, save_directory: str) -> Any:
         """Write the tokenizer's files into a directory."""
 
     def convert_ids_to_tokens(self, ids: int) -> str:
-        """Find the token of an id."""
+        """Return the token with this id."""
 
 
 def write_tokenizer(tokenizer: Tokenizer, directory: Path, model_type: str) -> None:
     """Write the tokenizer's files into the directory of a model whose `config.json` names this type.
 
-    Files are copied byte by byte from the tokenizer's directory, if there is one. transformers would rewrite them:
-    without settings that its version does not know, and with settings about where it found the tokenizer.
+    If the tokenizer has a directory, its files are copied byte by byte. transformers would drop settings that its
+    version does not know, and would add settings about the tokenizer's origin.
     """
     source = _find_files(tokenizer.name_or_path, model_type)
     if source is None:
@@ -278,7 +279,7 @@ def _write_template(tokenizer: Tokenizer, directory: Path) -> None:
     copied = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
     template = getattr(tokenizer, "chat_template", None)
     if not isinstance(template, str) or template == copied:
-        return  # a tokenizer with several named templates has them from the files
+        return  # several named templates are among the copied files
     shutil.rmtree(directory / "additional_chat_templates", ignore_errors=True)
     (directory / "chat_template.json").unlink(missing_ok=True)
     if "chat_template" in settings:
@@ -287,7 +288,7 @@ def _write_template(tokenizer: Tokenizer, directory: Path) -> None:
 
 
 def set_padding(directory: Path, token: str | None) -> None:
-    """Give the tokenizer in a directory another padding token, or none."""
+    """Change the padding token of the tokenizer in a directory, or remove it."""
     file = directory / TOKENIZER_CONFIG
     settings = read_json(file) if file.is_file() else {}
     _write_json(
@@ -300,9 +301,9 @@ def set_padding(directory: Path, token: str | None) -> None:
 
 
 def _find_files(name: str, model_type: str) -> Path | None:
-    """Find the directory whose files still open this tokenizer after they are copied; None if there is none.
+    """Find a directory whose files can be copied to save this tokenizer; None if there is none.
 
-    Files that do not name the tokenizer's class depend on the `config.json` beside them.
+    Files that do not name the tokenizer's class depend on the model type in the `config.json` beside them.
     """
     directory = _find_directory(name)
     if directory is None:
@@ -337,7 +338,7 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
 def list_saving_notes(
     origin: Origin | None, head: Head, tokenizer: Tokenizer, stop_token_ids: Collection[int], vocabulary: int
 ) -> Iterator[str]:
-    """Yield notes on what saving ignores or changes; see `model_files.save` for `stop_token_ids`."""
+    """Yield notes about settings that saving ignores or changes. For `stop_token_ids`, see `model_files.save`."""
     if origin is not None:
         dropout = origin.config.get("attention_dropout")
         if dropout:

@@ -1,4 +1,4 @@
-"""Description of an algorithm: everything that the rest of the package reads about it."""
+"""Description of an algorithm: everything that other parts of the package need to know about it."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -18,22 +18,23 @@ _HEADS = get_args(Head)
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """Head of a role's model, and the roles that supply settings that the recipe leaves out."""
+    """The head of a role's model, and the roles from which it takes settings that the recipe leaves out."""
 
     head: Head
     weights_from: str | None = None
-    """Role that supplies path or shape, and tokenizer; None if the recipe must name the source of weights."""
+    """Role that supplies path or shape, and tokenizer. None if the recipe must name the source of weights
+    itself."""
     dtype_from: str | None = None
-    """Role that supplies the dtype; `weights_from` by default."""
+    """Role that supplies the dtype; `weights_from` if None."""
     weights_else: str | None = None
     """Role that replaces `weights_from` in recipes without that role."""
     optional: bool = False
-    """Whether a recipe may leave the role out: `null`."""
+    """Whether a recipe may leave the role out with `null`."""
 
 
 @dataclass(frozen=True)
 class SummaryMetric:
-    """A metric of evaluations in report.json and in the table of `realrl report`."""
+    """A metric of evaluations that report.json and the table of `realrl report` show."""
 
     key: str
     """Name in report.json."""
@@ -42,7 +43,7 @@ class SummaryMetric:
     label: str
     """Label in the table."""
     at: Literal["first", "last"] = "last"
-    """Which evaluation supplies the value."""
+    """The evaluation that supplies the value."""
 
 
 def _one(experiment: Any) -> int:
@@ -51,7 +52,7 @@ def _one(experiment: Any) -> int:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AlgorithmSpec:
-    """One algorithm. Functions take a recipe of class `recipe`.
+    """One algorithm. Its functions take a recipe of class `recipe`.
 
     An inconsistent spec raises DescriptionError with the names of algorithm and field. Everything that depends on a
     recipe, such as its graphs, is checked when a recipe is read (`recipe.graphs`, `recipe.checks`).
@@ -65,51 +66,58 @@ class AlgorithmSpec:
     """The roles of `recipe.models`. The training graph uses all of them, except optional roles that a recipe
     leaves out."""
     form: str
-    """Form of its records, one of `recipe.forms.FORMS`: it yields the keys that no call produces."""
+    """Form of its records, one of `recipe.forms.FORMS`. Records of this form yield the keys that no call
+    produces."""
     train_graph: Callable[[Any], DataflowGraph]
-    """The calls of a training step, mini-batches included."""
+    """Builds the calls of a training step, including mini-batches."""
     eval_graph: Callable[[Any], DataflowGraph] | None
-    """The calls of an evaluation step; None for an algorithm without evaluation."""
+    """Builds the calls of an evaluation step; None for an algorithm without evaluation."""
     generation: Callable[[Any], GenerationConfig] | None
-    """Sampling of training, from the recipe's section `generation`; None without generation."""
+    """Returns the sampling settings of training, from the recipe's section `generation`; None without
+    generation."""
     methods: Callable[[Any, DataflowGraph, DataflowGraph | None], Any]
-    """Makes an `realrl.algorithms.Algorithm` from a recipe, its training graph and its evaluation graph. Only this
-    function may import torch."""
+    """Creates an `realrl.algorithms.Algorithm` from a recipe, its training graph and its evaluation graph. Only
+    this function may import torch."""
     headlines: tuple[str, ...]
     """Metrics shown on the terminal, as `call/name`."""
     curves: Mapping[str, str]
-    """Metric -> label of its curve in the picture of `realrl report`."""
+    """Label of each curve in the picture of `realrl report`, by metric."""
     summary: tuple[SummaryMetric, ...]
     """Metrics that `realrl report` summarises."""
     sample_keys: tuple[str, ...] = ()
-    """Keys of the evaluation graph with one number per item; samples of evaluations show them beside the texts."""
+    """Keys of the evaluation graph with one number per item. Samples of evaluations show these numbers next to the
+    texts."""
     samples_per_prompt: Callable[[Any], int] = _one
-    """Samples per prompt in training, n: items i * n to i * n + n - 1 of a step have the i-th prompt. Generation
-    computes the prompt once for samples that it decodes together. Evaluation takes `evaluation.samples`."""
+    """Number n of samples per prompt in training: items i * n to i * n + n - 1 of a step share the i-th prompt.
+    Generation computes the prompt only once for samples that it decodes together. Evaluation uses
+    `evaluation.samples` instead."""
     sampling_rounds: Callable[[Any], int] = _one
-    """Maximum sampling rounds of a training step. The next round replaces prompts whose samples all have the same
-    `score`, a key with a number per item (dynamic sampling, DAPO)."""
+    """Maximum sampling rounds of a training step. Each further round replaces the prompts whose samples all have
+    the same `score`. This key has one number per item (dynamic sampling, DAPO)."""
     epochs: Callable[[Any], int] = _one
-    """Passes of train calls over the items of a step."""
+    """Number of passes of train calls over the items of a step."""
     experience_calls: tuple[str, ...] = ()
     """Train calls whose `prepare` computes experience like PPO: rewards with a KL penalty, and advantages or
-    returns by GAE. The planner adds the measured time of this; preparation in other train calls counts as
-    free."""
+    returns by GAE. The planner adds the measured time of this computation. It assumes that other train calls
+    prepare in no time."""
     trains: bool = True
-    """Whether steps train; False for an algorithm that only samples. Its training graph is used for planning."""
+    """Whether steps train. False for an algorithm that only samples; planning then still uses its training
+    graph."""
     answers: Callable[[Any], AnswerReader | None] | None = None
-    """Reader of final answers in completions, for majority votes; None if rewards do not read answers."""
+    """Returns the reader of final answers in completions, for majority votes. None if rewards do not read
+    answers."""
     optional_calls: tuple[str, ...] = ()
-    """Calls that only some recipes' graphs have; headlines may name them."""
+    """Calls that only the graphs of some recipes have. Headlines may name them."""
     optional_metrics: tuple[str, ...] = ()
-    """Metrics, without their call, that only some recipes' runs produce; their absence causes no note."""
+    """Metrics, without their call, that only the runs of some recipes produce. No note appears if they are
+    absent."""
 
     def __post_init__(self) -> None:
         for field, problem in self._problems():
             raise DescriptionError(f"algorithm {self.name}: {field}: {problem}")
 
     def _problems(self) -> list[tuple[str, str]]:
-        """List pairs (field, problem); the first should be fixed first."""
+        """List mistakes as pairs (field, problem), in the order in which they should be fixed."""
         if not isinstance(self.name, str) or not re.fullmatch(r"[A-Za-z][\w-]*", self.name):
             return [("name", f"{self.name!r} is not letters, digits, - and _, beginning with a letter")]
         found = [*self._type_problems()]
@@ -216,18 +224,18 @@ class AlgorithmSpec:
 
     @property
     def given_functions(self) -> dict[str, Callable[..., Any]]:
-        """Fields with functions that are set -> the function."""
+        """The functions that were given, by their fields."""
         fields = {field: getattr(self, field) for field in _FUNCTIONS}
         return {field: value for field, value in fields.items() if value is not None and value is not _one}
 
     @property
     def heads(self) -> dict[str, Head]:
-        """Role -> head of its model."""
+        """Head of each role's model, by role."""
         return {role: of.head for role, of in self.roles.items()}
 
     @property
     def about(self) -> str:
-        """One line about the algorithm."""
+        """One line that describes the algorithm."""
         return " ".join((self.recipe.__doc__ or "").partition("\n\n")[0].split()).rstrip(".")
 
     def roles_of(self, experiment: Experiment) -> dict[str, RoleSpec]:
@@ -235,20 +243,20 @@ class AlgorithmSpec:
         return {role: of for role, of in self.roles.items() if getattr(experiment.models, role) is not None}
 
     def list_sources_first(self, experiment: Experiment) -> list[str]:
-        """List the roles of a recipe; roles that may take their path from another role come last.
+        """List the roles of a recipe. Roles that may take their path from another role come last.
 
-        An error about a path then names the role that sets it.
+        With this order, an error about a path names the role that sets the path.
         """
         roles = self.roles_of(experiment)
         return sorted(roles, key=lambda role: roles[role].weights_from is not None)
 
     def eval_generation(self, experiment: Experiment) -> GenerationConfig | None:
-        """Find the sampling of evaluation: training's sampling with the changes in the section `evaluation`."""
+        """Return the sampling settings of evaluation: those of training, changed by the section `evaluation`."""
         return None if self.generation is None else experiment.evaluation.change(self.generation(experiment))
 
 
 SCORE = "score"
-"""Key of the scores that compare samples of a prompt, see `AlgorithmSpec.sampling_rounds`."""
+"""Key of the scores by which samples of a prompt are compared, see `AlgorithmSpec.sampling_rounds`."""
 
 SAMPLE_FIELDS = (
     "prompt",
@@ -260,8 +268,8 @@ SAMPLE_FIELDS = (
     "against_score",
     "against_judge",
 )
-"""Fields in samples of evaluations, for every algorithm. Fields after `finished` depend on the recipe's section
-`evaluation`."""
+"""Fields that the samples of evaluations may have with every algorithm. Those after `finished` depend on the
+recipe's section `evaluation`."""
 
 _FUNCTIONS = {
     "train_graph": False,
@@ -273,18 +281,18 @@ _FUNCTIONS = {
     "epochs": False,
     "answers": True,
 }
-"""Fields with functions -> whether they may be None."""
+"""The fields that hold functions, and whether None is allowed."""
 
 
 def _all(values: Any, container: type[Iterable[Any]], kind: type) -> bool:
-    """Whether `values` is a container with values of one kind only."""
+    """Return whether `values` is a container of this type, and all its values are of type `kind`."""
     if not isinstance(values, container):
         return False
     return all(isinstance(value, kind) for value in values)
 
 
 def get_eval_generation(experiment: Experiment) -> GenerationConfig:
-    """Get the sampling of evaluation of a recipe that generates."""
+    """Return the sampling settings of evaluation. Only for recipes that generate."""
     sampling = experiment.spec.eval_generation(experiment)
     assert sampling is not None, "only algorithms that generate ask for it"
     return sampling

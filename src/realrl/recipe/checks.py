@@ -1,4 +1,4 @@
-"""Checks of a recipe as a whole, by the description of its algorithm."""
+"""Check a recipe as a whole against the description of its algorithm."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -15,9 +15,9 @@ from realrl.recipe.model import ModelConfig, TrainedModelConfig
 
 
 def complete(experiment: Experiment, spec: AlgorithmSpec) -> Experiment:
-    """Bind a recipe to its algorithm, and fill in the source of each role's weights.
+    """Connect a recipe with its algorithm, and fill in the source of each role's weights.
 
-    Raises UserError with the mistakes of the recipe or, without any, of its graphs.
+    Raises UserError with all mistakes in the recipe. Mistakes in its graphs are reported only if there are none.
     """
     models, filled = experiment.models, {}
     for role, of in spec.roles_of(experiment).items():
@@ -33,7 +33,7 @@ def complete(experiment: Experiment, spec: AlgorithmSpec) -> Experiment:
         dtype_from = of.dtype_from or weights_from
         if dtype_from is not None and "dtype" not in model.model_fields_set:
             source = getattr(models, dtype_from)
-            # The storage of one model does not apply to another.
+            # Quantisation is a setting of one role only; other roles do not inherit it.
             update["dtype"] = "auto" if source.quantised else source.dtype
         filled[role] = model.model_copy(update=update)
     bound = experiment.model_copy(update={"models": models.model_copy(update=filled)})
@@ -57,10 +57,11 @@ def _refuse(problems: Iterator[str]) -> None:
 
 
 def _settle_dtypes(experiment: Experiment, graph: DataflowGraph) -> Experiment:
-    """Replace `auto`: bfloat16 on GPUs; on CPUs float32, or mixed if that is clearly faster on the processor.
+    """Replace `auto` by a type: on GPUs bfloat16, on CPUs float32, or mixed if it is clearly faster on the
+    processor.
 
-    Moving averages of other roles stay in float32 on GPUs, because they need its precision. Quantised roles compute
-    in the same type.
+    On GPUs, roles that follow other roles by a moving average use float32, because they need its precision.
+    Quantised roles compute in the type that `auto` would have.
     """
     models = experiment.models
     fields = {
@@ -84,14 +85,14 @@ def _settle_dtypes(experiment: Experiment, graph: DataflowGraph) -> Experiment:
 
 
 _DRAWN = {"greedy=true": "greedy=false", "top_k=1": "top_k=0 or above 1"}
-"""Setting that takes the likeliest token -> the setting that draws tokens."""
+"""For each setting that always takes the likeliest token: the setting that samples tokens instead."""
 
 _READ_BY_FORMS: Mapping[str, tuple[str, ...]] = {
     "train_on": ("answer",),
     "max_pairs_per_prompt": ("pair",),
     "pair_weight": ("pair",),
 }
-"""Settings of `data` that apply to some forms of records only."""
+"""Settings of `data` that apply only to these forms of records."""
 
 
 def _spec_problems(experiment: Experiment) -> Iterator[str]:
@@ -178,7 +179,7 @@ def _quantisation_problems(experiment: Experiment, graph: DataflowGraph) -> Iter
 
 
 def _kernel_problems(experiment: Experiment) -> Iterator[str]:
-    """Find kernels of other packages that no call would use."""
+    """Yield problems with kernels of other packages that no call would use."""
     if not experiment.kernels:
         return
     names, spec = ", ".join(experiment.kernels), experiment.spec
@@ -210,9 +211,9 @@ def _headline_problems(spec: AlgorithmSpec, graphs: Sequence[DataflowGraph]) -> 
 
 
 def find_evaluation_problems(experiment: Experiment, sampling: GenerationConfig | None) -> Iterator[str]:
-    """Yield the problems of a recipe's section `evaluation` that do not depend on its graphs.
+    """Yield the mistakes in a recipe's section `evaluation` that can be found without its graphs.
 
-    `sampling` is training's sampling; None without generation.
+    `sampling` are the sampling settings of training; None without generation.
     """
     spec, settings = experiment.spec, experiment.evaluation
     if sampling is None:
@@ -245,7 +246,7 @@ def _find_sampling_problems(settings: EvaluationConfig, sampling: GenerationConf
 
 
 def find_metric_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:
-    """Yield the metrics that a recipe requests but its evaluation `graph` cannot produce."""
+    """Yield a message about each metric that a recipe requests but its evaluation `graph` cannot produce."""
     spec, settings = experiment.spec, experiment.evaluation
     for name in ("pass_at", "against"):
         if getattr(settings, name) and (graph.producer(SCORE) is None or graph.length_key(SCORE) is not None):

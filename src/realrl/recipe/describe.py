@@ -1,4 +1,4 @@
-"""Every field of a recipe with its type, default and meaning, as commented YAML."""
+"""Describe every field of a recipe as commented YAML, with type, default and meaning."""
 
 import json
 import textwrap
@@ -29,17 +29,17 @@ COMMON = (
     *("generation.temperature", "*.samples", "*.minibatches", "*.kl.coef", "*.clip", "*.loss", "*.beta"),
     *("distillation.divergence", "distillation.top_k", "expert_iteration.keep", "expert_iteration.threshold"),
 )
-"""Dotted paths, as patterns, of the settings that `realrl config` prints without `--all`."""
+"""Patterns of the dotted paths of settings that `realrl config` prints without `--all`."""
 
 
 def describe_settings(
     cls: type[Settings], *, section: str | None = None, common: bool = False, **given: str
 ) -> str:
-    """Write commented YAML of a settings class: each field with its meaning, type, and default or value in `given`.
+    """Write commented YAML of a settings class: each field with its meaning, its type, and its value.
 
-    Sections that are null by default are commented out. A repeated section refers to its first place. `section`:
-    dotted path to show alone, inside its parents; raises UserError if it does not exist. `common`: show only common
-    settings.
+    A value is the one in `given`, or the default. Sections that are null by default are commented out. If a section
+    appears again, a comment refers to its first place. `section`: dotted path of the only section to show, inside
+    its parents; UserError if it does not exist. `common`: show only common settings.
     """
     wanted = set(list_paths(cls))
     if section is not None:
@@ -68,19 +68,22 @@ def _check_section(section: str, cls: type[Settings]) -> None:
 
 
 class _Lines:
-    """Writer of the description; it remembers the sections that it has shown."""
+    """Writes the description, and remembers the sections that it has shown."""
 
     def __init__(self, given: Mapping[str, str], wanted: Container[str]) -> None:
-        """given: values by dotted path; wanted: paths to show."""
+        """`given`: values by dotted path. `wanted`: dotted paths to show."""
         self._given, self._wanted = given, wanted
         self._shown: dict[type[Settings], tuple[str, dict[str, Any]]] = {}
-        """Class -> the place where it was shown, and defaults that differ from the class's own."""
+        """For each class: where it was shown, and the defaults that differed there from the defaults of the
+        class."""
 
     def describe(
         self, cls: type[Settings], section: Settings | None = None, prefix: str = ""
     ) -> Iterator[str]:
-        """Yield the lines of a section. `section`: its default, None for the class's; prefix: its dotted path and a
-        dot."""
+        """Yield the lines of a section. `section`: its default value, or None for the defaults of its class.
+
+        `prefix`: dotted path of the section, with a final dot.
+        """
         pad = "  " * prefix.count(".")
         for name, field in cls.written_fields().items():
             path = prefix + name
@@ -97,7 +100,7 @@ class _Lines:
                 value = self._given.get(path) or _format(field, default)
                 yield f"{pad}{name}: {value}".rstrip()
             else:
-                # Such a section would change the recipe even if empty.
+                # The mere presence of such a section changes the recipe, so it is commented out.
                 hidden = field.json_schema_extra == PRESENCE
                 yield from self._describe_section(inner, default, path, pad, hidden=hidden)
 
@@ -131,7 +134,7 @@ def _doc(cls: type[Settings]) -> str:
 
 
 def _format(field: FieldInfo, default: Any) -> str:
-    """Format a default as YAML; a literal with a single value is shown as that value."""
+    """Format a default as YAML. If there is none but only one value is allowed, format that value."""
     if default is PydanticUndefined:
         options = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
         return str(options[0]) if len(options) == 1 else ""

@@ -1,4 +1,4 @@
-"""Settings of evaluations, in training and alone."""
+"""Settings of evaluations, both during training and by `realrl eval`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,66 +12,70 @@ from realrl.config.user_code import FunctionReference
 from realrl.recipe.generation import GenerationConfig
 
 JUDGE = "judge"
-"""Metric of evaluations with `evaluation.judge`."""
+"""Metric of evaluations that have `evaluation.judge`: the mean score."""
 WIN_RATE = "win_rate"
-"""Metric of evaluations with `evaluation.against`."""
+"""Metric of evaluations that have `evaluation.against`, by rewards."""
 JUDGE_WIN_RATE = "judge_win_rate"
-"""Win rate by the scores of `evaluation.judge`."""
+"""Metric of evaluations that have both: the win rate by the scores of `evaluation.judge`."""
 
 
 @dataclass(frozen=True)
 class AnswerReader:
-    """Reader of the final answers of completions, for majority votes."""
+    """Reads the final answers in completions, for majority votes."""
 
     key: str
-    """Key of the evaluation graph with the scores of answers: 1 for a right answer; equal answers score equally."""
+    """Key of the evaluation graph with the score of each answer: 1 if it is right. Equal answers have equal
+    scores."""
     read: Callable[[str], str | None]
-    """Reads the answer in a completion: equal texts for equal answers; None without an answer."""
+    """Returns the answer in a completion as text, the same text for equal answers. None without an answer."""
 
 
 class BestConfig(Settings):
-    """Evaluation whose trained models are kept in RUN_DIR/best."""
+    """The metric that decides which evaluation is best. Its trained models are kept in RUN_DIR/best."""
 
     metric: str
-    """Metric of evaluations, `call/name` as in metrics.jsonl, or `pass@1`, `majority@8`, `win_rate`, `judge`."""
+    """Name of a metric of evaluations: `call/name` as in metrics.jsonl, or `pass@1`, `majority@8`, `win_rate`,
+    `judge`."""
     keep: Literal["highest", "lowest"]
-    """Whether high or low values are good."""
+    """Which value counts as best."""
 
 
 class EvaluationConfig(Settings):
     """Evaluation on `data.eval`, in training and by `realrl eval`."""
 
     every: PositiveInt | None = None
-    """Training steps between evaluations; null evaluates only at the start and the end, which always happens."""
+    """Training steps between evaluations. Null evaluates only at the start and at the end. These two evaluations
+    always take place."""
     best: BestConfig | None = None
-    """Keep the trained models of the best evaluation in RUN_DIR/best; null for no such copy."""
+    """Keep the trained models of the best evaluation in RUN_DIR/best; null keeps no such copy."""
     samples: PositiveInt = 1
-    """Answers to each prompt. This and all settings below are for algorithms that generate text."""
+    """Number of answers to each prompt. This setting and all settings below are for algorithms that generate
+    text."""
     min_new_tokens: NonNegativeInt | None = None
-    """Value for evaluation instead of `generation.min_new_tokens`; null for the same. 0 evaluates the model as it
-    will be used, if training keeps it from ending at once."""
+    """Value for evaluation instead of `generation.min_new_tokens`; null for the same value. If training forbids
+    early ends, 0 evaluates the model as it will be used."""
     greedy: bool | None = None
-    """Value for evaluation instead of `generation.greedy`; null for the same."""
+    """Value for evaluation instead of `generation.greedy`; null for the same value."""
     temperature: float | None = Field(default=None, ge=0.01, le=100)
-    """Value for evaluation instead of `generation.temperature`; null for the same."""
+    """Value for evaluation instead of `generation.temperature`; null for the same value."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """Value for evaluation instead of `generation.top_p`; null for the same."""
+    """Value for evaluation instead of `generation.top_p`; null for the same value."""
     right: float = 1.0
-    """Minimum score of a right answer, for `pass_at`."""
+    """Minimum score for an answer to count as right in `pass_at`."""
     pass_at: list[PositiveInt] = Field(default=[])
     """Report `pass@k` for each of these k, at most `samples`: the probability that at least one of k answers is
     right, averaged over prompts (unbiased estimate of Chen et al. 2021, arXiv 2107.03374, equation 1)."""
     majority_at: list[PositiveInt] = Field(default=[])
-    """Report `majority@k` for each of these k, at most `samples`: the share of prompts for which the most
-    frequent of k answers is right. It needs a verifier that reads answers."""
+    """Report `majority@k` for each of these k, at most `samples`: the share of prompts for which the most frequent
+    of k answers is right. This needs a verifier that reads answers."""
     against: PathOrName | None = None
-    """Directory of another model for comparison on the same prompts and rewards: `win_rate` is the share of pairs
-    of answers in which the run's model scores higher; ties count half."""
+    """Directory of another model, which is compared on the same prompts by the same rewards. `win_rate` is the
+    share of pairs of answers in which the run's model scores higher; ties count half."""
     judge: FunctionReference | None = None
-    """`FILE.py:FUNCTION`, which scores answers independently of training. It takes the arguments of a reward
-    function; the mean is the metric `judge`."""
+    """`FILE.py:FUNCTION`: a function that scores answers independently of training. It takes the same arguments as
+    a reward function. The metric `judge` is its mean score."""
     shown: PositiveInt = 16
-    """Number of prompts whose answers each evaluation of a training run writes to RUN_DIR/samples."""
+    """Number of prompts per evaluation of a training run whose answers are written to RUN_DIR/samples."""
 
     @field_validator("pass_at", "majority_at")
     @classmethod
@@ -100,7 +104,7 @@ class EvaluationConfig(Settings):
 
     @property
     def of_text(self) -> list[str]:
-        """Settings about generated text that differ from their defaults."""
+        """Names of the settings for generated text that differ from their defaults."""
         fields = type(self).model_fields
         return [
             name
@@ -110,14 +114,14 @@ class EvaluationConfig(Settings):
 
     @property
     def measures(self) -> list[str]:
-        """Settings that request additional metrics."""
+        """Names of the settings that request additional metrics."""
         return [
             name for name in ("best", "pass_at", "majority_at", "against", "judge") if getattr(self, name)
         ]
 
     @property
     def metrics(self) -> list[str]:
-        """Metrics of all answers, which no call produces."""
+        """Metrics that are computed from all answers of an evaluation, not by a call."""
         return [
             *(f"pass@{k}" for k in self.pass_at),
             *(f"majority@{k}" for k in self.majority_at),
@@ -127,7 +131,7 @@ class EvaluationConfig(Settings):
         ]
 
     def change(self, sampling: GenerationConfig) -> GenerationConfig:
-        """Copy the sampling of training with the changes for evaluation."""
+        """Copy the sampling settings of training, and apply the changes for evaluation."""
         names = ("min_new_tokens", "greedy", "temperature", "top_p")
         given: dict[str, Any] = {name: getattr(self, name) for name in names}
         return sampling.model_copy(update={name: value for name, value in given.items() if value is not None})

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class DebugConfig(Settings):
-    """Slow checks, and traces."""
+    """Settings of slow checks, and of traces."""
 
     verify_reallocation: bool = False
     """After each reallocation, compare checksums of sent and received data on every rank."""
     traced_steps: int = Field(default=5, ge=1, le=1000)
-    """Number of latest steps in `trace.json` and `traces/` of the run's directory, by instruction. Every rank keeps
-    them in memory: about 20 kB per step, and at most 20,000 instructions."""
+    """Number of latest steps whose instructions are recorded in `trace.json` and `traces/` of the run's directory.
+    Every rank keeps them in memory: about 20 kB per step, and at most 20,000 instructions."""
 
 
 class Models(Settings):
@@ -55,59 +55,60 @@ class Models(Settings):
 
 
 class Experiment(Settings):
-    """Settings that every recipe has; each algorithm adds its own in a class derived from this one."""
+    """Settings that every recipe has. Each algorithm derives a class that adds its own settings."""
 
     algorithm: str
-    """Algorithm, which determines the other keys: an installed name, or a FILE.py or package.module that describes
-    one."""
+    """The algorithm, which determines the other settings: an installed name, or a FILE.py or package.module that
+    describes one."""
     run_dir: str
-    """Directory for everything the run writes."""
+    """Directory for everything that the run writes."""
     seed: int = Field(default=1, ge=0, le=2**63 - 1)
-    """Decides data order, initialisation and sampling."""
+    """Random seed for data order, initialisation and sampling."""
     cluster: YamlOrName = "auto"
-    """Devices as `nodes x devices per node`, for example `1x2`; with their kind, for example `h100:2x8`; or as a
-    cluster file (.yaml). Different nodes are joined by `+`, for example `2x8+1x4`. `auto` takes the processes
-    of torchrun, or the GPUs of this machine; on a CPU, the planner chooses the number of processes. Without a
-    kind, the GPU's name determines it."""
+    """Devices as `nodes x devices per node`, for example `1x2`, or with their kind, for example `h100:2x8`, or as a
+    cluster file (.yaml). `+` joins nodes with different devices, for example `2x8+1x4`. `auto` uses the processes
+    of torchrun, or the GPUs of this machine; on a CPU, the planner chooses the number of processes. Without a kind,
+    the GPU's name determines it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; `auto` takes GPUs if torch finds any."""
+    """Where to compute. `auto` uses GPUs if torch finds any."""
     device_memory: str | None = None
-    """Memory of one device, for example `80GiB`. A plan with a higher prediction is refused before anything starts.
-    null asks the GPU; on a CPU, processes share the machine's memory evenly."""
+    """Memory of one device, for example `80GiB`. A plan that is predicted to need more is refused before anything
+    starts. null uses the memory of the GPU; on a CPU, processes share the machine's memory evenly."""
     host_memory: str | None = None
-    """Memory of each node's host, for example `2TB`, for offloaded state of GPUs. null asks the machine, or takes
-    the usual size for the devices in `cluster`."""
+    """Memory of each node's host, for example `2TB`. It limits the GPU state that can be offloaded. null uses the
+    memory of the machine, or the usual size for the devices in `cluster`."""
     overwrite: bool = False
     """Delete an earlier run in `run_dir`, and start from the beginning."""
     resume: Resume = "auto"
-    """What to do with an earlier run in `run_dir`. `auto` continues it from its last checkpoint if the recipe is
-    the same; cluster, plan, length and evaluation may differ. `changed` also accepts other changes, such as a new
-    learning rate. `never` makes it an error."""
+    """What to do with an earlier run in `run_dir`. `auto` continues from its last checkpoint if the recipe is the
+    same; only cluster, plan, length and evaluation may differ. `changed` also accepts other changes, such as a new
+    learning rate. `never` treats an earlier run as an error."""
     plan: YamlOrName = "symmetric"
-    """A plan preset; a plan file; or `search`: the planner finds a plan before the run starts, and keeps it in
-    `~/.cache/realrl/plans` (`$XDG_CACHE_HOME`) for the next run with the same models, devices and workload."""
+    """A plan preset, a plan file, or `search`. With `search`, the planner finds a plan before the run starts. It
+    keeps the plan in `~/.cache/realrl/plans` (`$XDG_CACHE_HOME`) for later runs with the same models, devices and
+    workload."""
     profile: PathOrName | None = None
-    """File of `realrl profile` for these devices, for predictions; null predicts from data sheets."""
+    """Profile that `realrl profile` measured on such devices, for predictions. null predicts from data sheets."""
     micro_batch_tokens: PositiveInt = 8192
-    """Maximum tokens in one forward pass (in generation: in the KV cache), unless the plan sets another number. A
-    longer single sequence is passed alone."""
+    """Maximum tokens in one forward pass, or in the KV cache during generation, unless the plan sets another
+    number. A longer sequence is processed alone."""
     recompute: bool = False
-    """Whether presets train with recomputed activations: less memory, about a third more arithmetic. A plan file
-    or a search decides it for each call."""
+    """Whether presets recompute activations in training. This saves memory, but costs about a third more
+    arithmetic. A plan file or a search decides this for each call."""
     search_dtypes: list[Literal["float32", "mixed", "bfloat16"]] = Field(default=[])
     """Additional data types that a search may choose for the parameters of calls that do not train. With
-    `[bfloat16]`, a model that is trained in float32 may generate from rounded parameters. This takes less time and
-    memory, but the sampling policy then differs from the trained one."""
+    `[bfloat16]`, a model that is trained in float32 may generate with rounded parameters. This saves time and
+    memory, but the sampling policy then differs from the trained policy."""
     exact: bool = False
-    """Whether a token's forward pass has the same arithmetic in the same order everywhere: in decode steps, prefill
-    and training, with any batch. Sampled tokens then do not depend on the batch, the size of the cache, or the
-    degrees of data and pipeline parallelism, and log-probabilities of sampler and trainer agree bit for bit. It
-    needs more time (docs/exact.md), plans without tensor parallelism, and one data type for all calls of a
-    role."""
+    """Whether the forward pass of a token does the same arithmetic in the same order everywhere: in decode steps,
+    prefill and training, with any batch. Sampled tokens then do not depend on the batch, the size of the cache, or
+    the degrees of data and pipeline parallelism. Log-probabilities of sampler and trainer agree bit for bit. This
+    takes more time (docs/exact.md). It requires plans without tensor parallelism, and one data type for all calls
+    of a role."""
     kernels: list[Literal["fa4", "flashinfer"]] = Field(default=[])
-    """Kernels of other packages that replace built-in ones on GPUs, each installed as an extra
-    (`pip install 'realrl[fa4]'`): FlashAttention 4 for attention in bfloat16, FlashInfer for top-k and top-p. They
-    have not been measured on a GPU yet; predictions are for the built-in ones (docs/gpu.md)."""
+    """Kernels of other packages that replace built-in kernels on GPUs. Each is installed as an extra (`pip install
+    'realrl[fa4]'`): FlashAttention 4 for attention in bfloat16, FlashInfer for top-k and top-p. They have not been
+    measured on a GPU yet; predictions assume the built-in kernels (docs/gpu.md)."""
     data: DataConfig
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -139,7 +140,7 @@ class Experiment(Settings):
 
     @cached_property
     def eval_graph(self) -> DataflowGraph | None:
-        """Calls of one evaluation step; None without evaluation records. Raises UserError likewise."""
+        """Calls of one evaluation step; None without evaluation records. Raises UserError like `graph`."""
         from realrl.recipe.graphs import build_eval_graph
 
         return build_eval_graph(self)
@@ -153,7 +154,7 @@ class Experiment(Settings):
         return longest, "data.max_prompt_tokens + generation.max_new_tokens"
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Copy the recipe with other values of some fields, without what was derived from the old ones."""
+        """Copy the recipe with other values of some fields, and drop what was derived from the old values."""
         copied = super().model_copy(update=update, deep=deep)
         for name in ("model_configs", "graph", "eval_graph"):
             copied.__dict__.pop(name, None)

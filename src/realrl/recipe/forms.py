@@ -1,4 +1,7 @@
-"""Forms of records: fields, and the keys of a dataflow graph that they yield. `data/record_forms.py` reads them."""
+"""Forms of records: their fields, and the keys of a dataflow graph that they yield.
+
+`data/record_forms.py` reads them.
+"""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -7,25 +10,26 @@ from types import MappingProxyType
 from realrl.config.errors import join
 
 MOST_ANSWERS = 16
-"""Maximum answers in a record of ranked answers."""
+"""Maximum number of answers in a record of the form `ranked`."""
 
 
 @dataclass(frozen=True)
 class RecordForm:
-    """Form of record."""
+    """A form of records."""
 
     keys: tuple[str, ...]
     """The keys of a graph that the form yields."""
     fields: tuple[str, ...]
     """Fields of a record from which the keys are made."""
     other_fields: tuple[str, ...]
-    """Fields of the form's other notation; a record with one of these that is not in `fields` uses it."""
+    """Fields of the form's other notation. A record uses this notation if it has one of these fields that is not in
+    `fields`."""
     variants: tuple[tuple[str, ...], ...] = ()
-    """Fields of other usual notations, in order of precedence, which `data/variants.py` rewrites."""
+    """Fields of other common notations, in order of precedence. `data/variants.py` converts them."""
 
     @property
     def accepted(self) -> str:
-        """Accepted fields, for error messages."""
+        """The accepted fields in words, for error messages."""
         ways, variants = (
             [f"{{{', '.join(fields)}}}" for fields in dict.fromkeys(found)]
             for found in ((self.fields, self.other_fields), self.variants)
@@ -33,11 +37,11 @@ class RecordForm:
         return join(ways, "or") + (f" ({join(variants, 'or')} will do)" if variants else "")
 
     def is_other(self, present: Collection[str]) -> bool:
-        """Tell whether a record with these fields uses `other_fields`."""
+        """Return whether a record with these fields uses `other_fields`."""
         return any(field in present for field in self.other_fields if field not in self.fields)
 
     def fields_of(self, present: Collection[str]) -> tuple[str, ...]:
-        """List the fields of a record from which keys are made."""
+        """Return the fields from which keys are made, for a record with these fields."""
         return self.other_fields if self.is_other(present) else self.fields
 
 
@@ -86,9 +90,9 @@ FORMS: Mapping[str, RecordForm] = MappingProxyType(
         ),
     }
 )
-"""Form of record by name.
+"""All forms of records, by name.
 
-`answer`: prompts with answers, or conversations. `pair`: preferred and other answers to one prompt. `label`:
-prompts with a completion that is good or bad. `ranked`: answers to one prompt, the best first. `steps`: prompts
-with a completion in steps, each right or wrong. `prompt`: prompts for generation.
+`answer`: prompts with answers, or conversations. `pair`: preferred and rejected answers to one prompt. `label`:
+prompts with a completion that is good or bad. `ranked`: answers to one prompt, the best one first. `steps`: prompts
+with a completion in steps, each of which is right or wrong. `prompt`: prompts for generation.
 """

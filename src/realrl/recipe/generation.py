@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, model_validator
 from realrl.config.base import Settings
 
 TokenId = Annotated[int, Field(ge=0, strict=True)]
-"""Number of a token."""
+"""Id of a token."""
 
 
 def _listed(value: Any) -> Any:
@@ -19,25 +19,25 @@ StopString = Annotated[str, Field(min_length=1)]
 
 
 class GenerationConfig(Settings):
-    """Sampling of tokens."""
+    """How tokens are sampled."""
 
     max_new_tokens: int = Field(default=128, gt=0, le=10**7)
-    """Generation stops here even without an end-of-sequence token."""
+    """Maximum tokens of an answer. Generation stops here even without an end-of-sequence token."""
     min_new_tokens: NonNegativeInt = 0
-    """End of sequence is not sampled before this many tokens."""
+    """Minimum tokens of an answer. End-of-sequence tokens are not sampled before."""
     stop_token_ids: tuple[TokenId, ...] | None = Field(
         default=None, min_length=1, strict=False
     )  # YAML has lists
-    """Tokens that end a sequence; null for those of the tokenizer and of the model's `generation_config.json` or
-    `config.json`. An answer includes the token that ends it."""
+    """Ids of the tokens that end a sequence. null uses those of the tokenizer and of the model's
+    `generation_config.json` or `config.json`. An answer includes the token that ends it."""
     ignore_eos: bool = False
-    """No token ends a sequence; it continues to `max_new_tokens` or a stop string."""
+    """Whether no token ends a sequence. It then continues to `max_new_tokens` or a stop string."""
     stop: Annotated[tuple[StopString, ...], BeforeValidator(_listed)] = Field(default=(), strict=False)
     """Texts that end an answer when they appear in it, such as ["\\n\\n", "Question:"]. The answer's text ends
     before the stop string. Its sampled tokens are kept up to the token that completes the stop string."""
     temperature: float = Field(default=1.0, ge=0.01, le=100)
     """Logits are divided by this. Sampler and trainer compute log-probabilities at the same temperature, over the
-    whole vocabulary. Below 0.01, only the most likely token would be drawn and gradients would explode; set
+    whole vocabulary. Below 0.01, only the most likely token would be sampled, and gradients would explode; set
     `greedy` instead."""
     top_k: NonNegativeInt = 0
     """Sample among the k most likely tokens; 0 for all."""
@@ -48,18 +48,18 @@ class GenerationConfig(Settings):
 
     @property
     def restricted(self) -> bool:
-        """Whether some tokens with a positive probability are never drawn."""
+        """Whether some tokens are never sampled although their probability is positive."""
         return self.greedy or self.top_k > 0 or self.top_p < 1 or self.min_new_tokens > 0
 
     @property
     def certain(self) -> str | None:
-        """Setting, with its value, that always takes the likeliest token; None if tokens are drawn."""
+        """The setting that always selects the likeliest token, with its value; None if tokens are sampled."""
         if self.greedy:
             return "greedy=true"
         return "top_k=1" if self.top_k == 1 else None
 
     def skews(self, temperature: float) -> bool:
-        """Tell whether tokens are drawn differently from their probabilities at a temperature."""
+        """Return whether the sampling distribution differs from the model's distribution at this temperature."""
         return self.restricted or self.temperature != temperature
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Dataflow graphs of a recipe, checked against the description of its algorithm."""
+"""Build the dataflow graphs of a recipe, and check them against the description of its algorithm."""
 
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -15,7 +15,7 @@ from realrl.recipe.model import TrainedModelConfig
 GENERATED = ("sequences", "logprobs", "prompt_length", "finished")
 """Keys that a generate call can produce."""
 SAMPLED = ("sequences", "prompt_length", "finished")
-"""Keys from which samples of evaluations are written."""
+"""Keys that are needed to write the samples of evaluations."""
 
 
 def build_graph(experiment: Experiment) -> DataflowGraph:
@@ -24,7 +24,10 @@ def build_graph(experiment: Experiment) -> DataflowGraph:
 
 
 def build_eval_graph(experiment: Experiment) -> DataflowGraph | None:
-    """Build the calls of one evaluation step; None without evaluation records. Raises UserError likewise."""
+    """Build the calls of one evaluation step; None without evaluation records.
+
+    Raises UserError like `build_graph`.
+    """
     if experiment.data.eval is None:
         return None
     function = experiment.spec.eval_graph

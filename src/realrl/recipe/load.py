@@ -1,4 +1,4 @@
-"""Recipes: a YAML file plus `key=value` overrides, validated into an experiment."""
+"""Load recipes: a YAML file and `key=value` overrides are validated and become an experiment."""
 
 import copy
 import re
@@ -21,9 +21,9 @@ from realrl.recipe.registry import describe_choices, find_algorithm
 
 
 def load_experiment(path: str, overrides: Sequence[str] = ()) -> Experiment:
-    """Read a recipe, apply overrides `a.b.c=value` (values in YAML, so `null`, numbers and lists work).
+    """Read a recipe, and apply overrides `a.b.c=value`. Values are YAML, so `null`, numbers and lists work.
 
-    Raises UserError: one message with the file and line, or with the dotted path of each wrong field.
+    Raises UserError with file and line, or with the dotted path of each wrong field.
     """
     settings = read_yaml(path)
     if not isinstance(settings, dict):
@@ -39,9 +39,10 @@ def load_experiment(path: str, overrides: Sequence[str] = ()) -> Experiment:
 
 
 def _find_code(settings: Any, folder: Path, seen: set[int]) -> None:
-    """Make paths of code beside the recipe, in `folder`, absolute, unless the current directory has the file.
+    """Make paths of code absolute if the files are beside the recipe, in `folder`, and not in the current
+    directory.
 
-    Repeated or recursive sections are visited once.
+    Sections that are repeated or recursive are visited once.
     """
     if not isinstance(settings, dict | list) or id(settings) in seen:
         return
@@ -54,11 +55,11 @@ def _find_code(settings: Any, folder: Path, seen: set[int]) -> None:
 
 
 _CODE = re.compile(r"([^\n]{1,200}\.py)((?::\w+)?)")
-"""FILE.py and FILE.py:NAME."""
+"""Matches FILE.py and FILE.py:NAME."""
 
 
 def parse_experiment(settings: dict[str, Any]) -> Experiment:
-    """Validate a mapping. Raises UserError with the dotted path of the first wrong field."""
+    """Create an experiment from a mapping. Raises UserError with the dotted path of each wrong field."""
     if settings.get("algorithm") is None:
         raise UserError(f"algorithm: missing; give {describe_choices()}")
     spec, reference = find_algorithm(settings["algorithm"])
@@ -86,11 +87,12 @@ def _parse_override(override: str) -> tuple[str, Any]:
 
 
 def change_settings(settings: Mapping[str, Any], changes: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Copy the settings of a recipe with changes (`a.b.c`, value) applied in order.
+    """Copy the settings of a recipe, and apply changes (`a.b.c`, value) in order.
 
-    A mapping is merged over a section field by field, at every depth. Everything else is replaced as a whole:
-    numbers, lists, null, and mappings whose keys are not settings, such as a mixture of data or a `reward`. Missing
-    sections are created. Raises UserError for an unknown algorithm, or a name that leads into a plain value.
+    If the value is a mapping, a section changes only in the fields of the mapping, at every depth. All other values
+    are replaced as a whole: numbers, lists, null, and mappings whose keys are not settings, such as a mixture of
+    data or a `reward`. Missing sections are created. Raises UserError for an unknown algorithm, or if a name treats
+    a plain value as a section.
     """
     changed, changes = copy.deepcopy(dict(settings)), list(changes)
     algorithm = {**settings, **dict(changes)}.get("algorithm")
@@ -114,7 +116,7 @@ def change_settings(settings: Mapping[str, Any], changes: Iterable[tuple[str, An
 
 
 def rename_settings(settings: Mapping[str, Any], recipe: type[Settings]) -> dict[str, Any]:
-    """Copy settings with our names in place of the names of other tools (docs/recipes.md).
+    """Copy settings, and replace the names of other tools by the names that realrl uses (docs/recipes.md).
 
     Raises UserError if both names of a setting are given.
     """
@@ -141,7 +143,7 @@ def rename_settings(settings: Mapping[str, Any], recipe: type[Settings]) -> dict
 
 
 def _rename(path: Sequence[str], value: Any, recipe: type[Settings] | None) -> tuple[str, Any]:
-    """Translate a setting that has another tool's name, and its value; other settings stay."""
+    """Translate the name and value of a setting with another tool's name; return other settings unchanged."""
     *place, _ = path
     cls = recipe
     for part in place:
@@ -156,7 +158,7 @@ def _rename(path: Sequence[str], value: Any, recipe: type[Settings] | None) -> t
 
 
 def _list_unknown(section: Mapping[str, Any], cls: type[Settings]) -> Iterator[list[str]]:
-    """List the paths of keys that are not settings."""
+    """Yield the path of each key that is not a setting."""
     for key, value in section.items():
         if not isinstance(key, str):
             continue  # validation names it
@@ -168,7 +170,7 @@ def _list_unknown(section: Mapping[str, Any], cls: type[Settings]) -> Iterator[l
 
 
 def _merge(section: dict[str, Any], key: str, value: Any, cls: type[Settings] | None) -> None:
-    """Set a key of a section of class `cls`; merge if both values are mappings of settings."""
+    """Set a key in a section of class `cls`. If old and new value are both mappings of settings, merge them."""
     inner, before = _class_inside(cls, key), section.get(key)
     if inner is None or not isinstance(value, Mapping) or not isinstance(before, dict):
         section[key] = copy.deepcopy(value)
@@ -180,7 +182,7 @@ def _merge(section: dict[str, Any], key: str, value: Any, cls: type[Settings] | 
 def _class_inside(cls: type[Settings] | None, key: str) -> type[Settings] | None:
     """Find the class of a section of `cls`; None for a value or an unknown key."""
     field = None if cls is None else cls.model_fields.get(key)
-    # A list or a table of sections counts as a value: its entries have no fixed names.
+    # Lists and tables of sections count as values, because their entries have no fixed names.
     if field is None or get_origin(field.annotation) in (list, dict, tuple):
         return None
     return section_class(field)
@@ -189,7 +191,7 @@ def _class_inside(cls: type[Settings] | None, key: str) -> type[Settings] | None
 def dump_experiment(experiment: Experiment, *, secrets: bool = False) -> str:
     """Write YAML with every field of an experiment, defaults included; it loads back to an equal object.
 
-    Without `secrets`, secrets are replaced; the YAML then loads only after they are given again.
+    Without `secrets`, a placeholder replaces each secret. The YAML then loads only if the secrets are given again.
     """
     return dump_yaml(experiment.model_dump(mode="json") if secrets else dump_settings(experiment))
 
@@ -201,9 +203,9 @@ def dump_settings(experiment: Experiment) -> dict[str, Any]:
 
 
 def _list_redacted(settings: Any, name: str = "", seen: set[int] | None = None) -> Iterator[str]:
-    """List the dotted paths of settings whose secret was removed.
+    """Yield the dotted paths of settings whose secret was replaced by a placeholder.
 
-    Repeated or recursive lists and sections are visited once.
+    Lists and sections that are repeated or recursive are visited once.
     """
     seen = set() if seen is None else seen
     if isinstance(settings, str) and REDACTED in settings:

@@ -28,9 +28,9 @@ class ModelConfig(Settings):
     """Source of a role's weights."""
 
     path: PathOrName | None = None
-    """Hugging Face directory or hub name of weights, shape and tokenizer."""
+    """Hugging Face directory or hub name that has weights, shape and tokenizer."""
     family: str | None = None
-    """FILE.py of your own model family; null if `config.json` or the shape names a registered family."""
+    """FILE.py with your own model family. null if `config.json` or the shape names a registered family."""
     shape: ModelShape | None = Field(
         default=None,
         description="Sizes of a model to initialise from scratch, when there is no `path`: each of them, a Hugging"
@@ -41,36 +41,37 @@ class ModelConfig(Settings):
     tokenizer: PathOrName | None = None
     """Tokenizer directory or hub name; by default `path`."""
     vocab_size: Size | None = None
-    """Number of tokens to which embeddings and head of the model in `path` grow, for a tokenizer with more tokens
-    than the model. Each new row is the mean of the old ones. null keeps the model's number."""
+    """Vocabulary size to which the embeddings and the head of the model in `path` grow. This is for a tokenizer
+    that has more tokens than the model. Each new row is the mean of the old rows. null keeps the model's vocabulary
+    size."""
     dtype: Literal["auto", "float32", "mixed", "bfloat16", "int8", "fp8"] = "auto"
-    """Type of the weights in computation. `mixed`, for CPUs, is float32 with matrix products that round their
-    operands to bfloat16 and sum in float32. `auto` is bfloat16 on GPUs; on CPUs it is `mixed` if a one-time
+    """Data type in which the weights compute. `mixed`, for CPUs, is float32 with matrix products that round their
+    operands to bfloat16 and sum in float32. `auto` is bfloat16 on GPUs. On CPUs it is `mixed` if a one-time
     measurement shows that it is faster, otherwise float32. Trained bfloat16 models keep float32 master weights.
     `int8` and `fp8` are for frozen roles: they store the matrices of layers in one byte per number, which saves
-    memory but takes time. They compute in the type of `auto`."""
+    memory but takes time. Such roles compute in the type of `auto`."""
     computes_in: Literal["float32", "mixed", "bfloat16"] | None = Field(
         default=None, exclude=True, json_schema_extra=DERIVED
     )
-    """Type of computation of a quantised role."""
+    """Data type in which a quantised role computes."""
 
     @property
     def quantised(self) -> Quantisation | None:
-        """Storage type of the matrices of layers; None if they are not quantised."""
+        """Data type in which the matrices of layers are stored; None if they are not quantised."""
         return next((name for name in get_args(Quantisation) if name == self.dtype), None)
 
     @property
     def compute_dtype(self) -> str:
-        """Type of computation and of all unquantised weights; `auto` until it is replaced."""
+        """Data type of computation and of all unquantised weights. It is `auto` until checks replace it."""
         return self.computes_in or self.dtype
 
     @property
     def has_source(self) -> bool:
-        """Whether it names a source of weights."""
+        """Whether these settings name a source of weights."""
         return self.path is not None or self.shape is not None
 
     def starts_like(self, other: "ModelConfig") -> bool:
-        """Tell whether both models start from equal weights; fresh weights depend on sizes and seed alone."""
+        """Return whether both models start from equal weights. Fresh weights depend only on sizes and seed."""
         mine, theirs = (
             (m.path, m.shape if m.path is None else None, m.vocab_size, m.dtype) for m in (self, other)
         )
@@ -136,7 +137,10 @@ class ModelConfig(Settings):
 
 
 def _check_family(reference: str) -> str:
-    """Make the path of a family's file absolute. Raises UserError if there is no such family."""
+    """Return the reference of a family; the path of a file becomes absolute.
+
+    Raises UserError for an unknown family.
+    """
     find_family(reference)
     return str(local_path(reference).resolve()) if reference.endswith(".py") else reference
 
@@ -146,21 +150,22 @@ class TrainedModelConfig(ModelConfig):
 
     optimizer: OptimizerConfig = OptimizerConfig()
     trainable_layers: int | None = Field(default=None, ge=0, le=10**4)
-    """Number of last decoder layers to train. The final norm and an untied head are trained too; everything below
-    is frozen, including embeddings and a tied head. 0 trains only the final norm and an untied head; null trains
-    all layers."""
+    """Number of last decoder layers to train. The final norm and an untied head are trained too. Everything below
+    these layers is frozen, including embeddings and a tied head. 0 trains only the final norm and an untied head.
+    null trains the whole model."""
     freeze_embeddings: bool = False
     """Freeze the embedding table, and a head that is tied to it."""
     lora: LowRank | None = None
-    """Freeze the model, and train low-rank adapters of its matrices (LoRA) and a scalar head; null trains the model
-    itself. `lora: {}` takes the defaults."""
+    """Freeze the model, and train low-rank adapters of its matrices (LoRA), and the scalar head if there is one.
+    null trains the model itself. `lora: {}` uses the defaults."""
     router_loss: NonNegativeFloat = 0.0
-    """Coefficient of the load-balancing loss of mixtures of experts (Switch Transformer, per sequence). For each
-    sequence and layer it is the number of experts times the sum over experts of (share of tokens * mean
-    probability); it is averaged over sequences and layers. Frozen layers do not learn from it."""
+    """Coefficient of the load-balancing loss of mixtures of experts (as in the Switch Transformer, but for each
+    sequence). For each sequence and layer, the loss is the number of experts times the sum over experts of (share
+    of tokens * mean probability). It is averaged over sequences and layers. Frozen layers do not learn from it."""
     router_replay: bool | None = None
-    """Whether training and inference on a mixture's own samples use the experts that were chosen during sampling
-    (router replay, R3); null for yes. Without it, rounding may route a token to other experts in training."""
+    """Router replay (R3): whether training and inference use the experts that were chosen during sampling, if a
+    mixture of experts generated the samples itself. null means yes. Without router replay, rounding may send a
+    token to other experts in training."""
 
     @model_validator(mode="after")
     def _one_part(self) -> Self:
@@ -182,10 +187,10 @@ class TrainedModelConfig(ModelConfig):
 
 
 def trained_models(configs: Mapping[str, ModelConfig]) -> dict[str, TrainedModelConfig]:
-    """Select the trained roles; `recipe.graphs` checks that exactly these have train calls."""
+    """Select the trained roles. `recipe.graphs` checks that exactly these roles have train calls."""
     return {role: config for role, config in configs.items() if isinstance(config, TrainedModelConfig)}
 
 
 def freeze(config: ModelConfig) -> ModelConfig:
-    """Copy a role's settings without the settings of training."""
+    """Copy the settings of a role, but leave out the settings of training."""
     return ModelConfig.model_construct(**{name: getattr(config, name) for name in ModelConfig.model_fields})

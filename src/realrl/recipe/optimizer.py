@@ -7,7 +7,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, mod
 from realrl.config.base import Settings
 
 Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]
-"""Share of a moving average that stays per step."""
+"""Decay factor of a moving average: the share of the old average that each step keeps."""
 
 
 class OptimizerConfig(Settings):
@@ -16,20 +16,20 @@ class OptimizerConfig(Settings):
     lr: float = Field(default=1e-5, gt=0, le=1)
     """Peak learning rate. An update moves every weight by about this much, and weights are well below 1."""
     betas: tuple[Decay, Decay] = Field(default=(0.9, 0.95), strict=False)  # YAML has lists, not tuples
-    """Decay of the first and second moment."""
+    """Decay factors of the first and the second moment."""
     eps: float = Field(default=1e-8, gt=0, le=1)
-    """Added to the denominator of the update."""
+    """Number that is added to the denominator of the update."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay, not applied to norms and biases. Each step removes the share `lr * weight_decay` of a
-    weight, which must be below 1."""
+    """Decoupled weight decay, not applied to norms and biases. Each step shrinks a weight by the share `lr *
+    weight_decay`, which must be below 1."""
     grad_clip: PositiveFloat | None = 1.0
-    """Global gradient norm is scaled down to this; null for no clipping."""
+    """Maximum global norm of the gradient; a larger gradient is scaled down to it. null for no clipping."""
     warmup_steps: NonNegativeInt = 0
-    """Training steps over which the rate rises linearly from 0."""
+    """Number of training steps over which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """How the rate falls after warm-up, over the remaining training steps."""
+    """How the learning rate falls after warm-up, over the remaining training steps."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """The schedule ends at this fraction of `lr`."""
+    """Fraction of `lr` at which the schedule ends."""
 
     @model_validator(mode="after")
     def _decays(self) -> Self:

@@ -1,6 +1,7 @@
 """Names that other tools have for settings: Hugging Face Trainer, TRL, PEFT, verl and OpenRLHF.
 
-A recipe may use a name that means exactly the same (`OtherName.accepted`); others only improve error messages.
+A recipe may use another tool's name if it means exactly the same (`OtherName.accepted`). All other names are listed
+only to improve error messages.
 """
 
 from collections.abc import Mapping
@@ -17,12 +18,12 @@ _PLAN = "Plans choose parallelism, for each call."
 
 
 def _same(*targets: str, **values: Any) -> OtherName:
-    """A name that recipes may use; `values` are the other tool's values that have other names here."""
+    """Describe a name that recipes may use. `values` translates the other tool's values that differ from ours."""
     return OtherName(targets, accepted=True, values=values)
 
 
 def _name(*targets: str, about: str = "") -> OtherName:
-    """A name with another meaning or other values, which recipes may not use."""
+    """Describe a name that recipes may not use, because it has another meaning or other values."""
     return OtherName(targets, about)
 
 
@@ -243,4 +244,5 @@ OTHER_NAMES: Mapping[str, OtherName] = MappingProxyType(
         "tensor_parallel_size": _name("plan", about=_PLAN),
     }
 )
-"""Last parts of another tool's name, enough to identify it -> our setting."""
+"""Our setting for each setting of another tool. Keys are the last parts of the other name, enough to identify
+it."""

@@ -1,4 +1,4 @@
-"""Registry of algorithms: installed algorithms by name, a user's own by file or module."""
+"""Registry of algorithms: installed ones by name, and those of users by file or module."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +13,8 @@ from realrl.config.user_code import UserCode, is_own_module
 from realrl.recipe.algorithm import AlgorithmSpec
 
 GROUP = "realrl.algorithms"
-"""Group of entry points with which other packages add algorithms, by their names in recipes."""
+"""Group of entry points through which other packages add algorithms. The names of entry points are used in
+recipes."""
 
 BUILT_IN = {
     "sft": "realrl.algorithms.sft:ALGORITHM",
@@ -40,7 +41,7 @@ BUILT_IN = {
 """Built-in algorithms by their names in recipes."""
 
 ATTRIBUTE = "ALGORITHM"
-"""Name of the description in a user's file or module."""
+"""Name that the description must have in a user's file or module."""
 
 
 def list_algorithms() -> list[str]:
@@ -51,10 +52,10 @@ def list_algorithms() -> list[str]:
 def find_algorithm(reference: Any) -> tuple[AlgorithmSpec, str]:
     """Find the description for a recipe's `algorithm`: an installed one, or the `ALGORITHM` of a file or module.
 
-    Also returns the reference with an absolute path. Raises UserError with the known algorithms if there is
-    none, and UserCodeError if code cannot be imported.
+    Also returns the reference, in which the path of a file is absolute. Raises UserError with the known algorithms
+    if there is none, and UserCodeError if code cannot be imported.
     """
-    if reference == "realrl.algorithms.sampling.spec":  # recipes of version 0.1 have it so
+    if reference == "realrl.algorithms.sampling.spec":  # recipes of version 0.1 have this name
         reference = "realrl.algorithms.sampling"
     if isinstance(reference, str) and reference in _installed():
         return _load(_installed()[reference]), reference
@@ -72,7 +73,7 @@ def find_algorithm(reference: Any) -> tuple[AlgorithmSpec, str]:
 
 
 def get_algorithm(reference: str) -> AlgorithmSpec:
-    """Get the description of an algorithm. Raises UserError or UserCodeError as `find_algorithm` does."""
+    """Return the description of an algorithm. Raises UserError or UserCodeError like `find_algorithm`."""
     return find_algorithm(reference)[0]
 
 
@@ -85,7 +86,7 @@ def find_user_code(reference: str) -> UserCode | None:
 
 
 def _describe_lack(code: UserCode) -> str:
-    """Describe the content of a module without an AlgorithmSpec named `ALGORITHM`."""
+    """Write an error message about a module that has no AlgorithmSpec named `ALGORITHM`."""
     values = vars(code.module)
     where = code.file or code.module.__name__
     has = f"its {ATTRIBUTE} is no AlgorithmSpec" if ATTRIBUTE in values else f"it has no {ATTRIBUTE}"
@@ -99,7 +100,7 @@ def _describe_lack(code: UserCode) -> str:
 
 
 def _with_errors(spec: AlgorithmSpec, code: UserCode) -> AlgorithmSpec:
-    """Add the line of the user's code to errors of a description's functions."""
+    """Wrap the functions of a description, so that their errors show the line of the user's code."""
 
     def guard(field: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -114,7 +115,7 @@ def _with_errors(spec: AlgorithmSpec, code: UserCode) -> AlgorithmSpec:
 
 
 def _is_module(reference: Any) -> bool:
-    """Whether a reference has the form FILE.py or package.module."""
+    """Return whether a reference has the form FILE.py or package.module."""
     if not isinstance(reference, str):
         return False
     parts = reference.split(".")
@@ -122,13 +123,13 @@ def _is_module(reference: Any) -> bool:
 
 
 def describe_choices() -> str:
-    """Describe the values that `algorithm` may have, for error messages."""
+    """List the values that `algorithm` may have, in words for error messages."""
     return f"one of {', '.join(list_algorithms())}, or a FILE.py or package.module that describes one"
 
 
 @cache
 def _installed() -> dict[str, EntryPoint]:
-    """Algorithms of this and other packages, by name."""
+    """Find the algorithms of this package and of other packages, by name."""
     return find_registered("algorithm", GROUP, BUILT_IN)
 
 

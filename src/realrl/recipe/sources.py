@@ -1,4 +1,4 @@
-"""Sources of records in a recipe: one, a list, or a mixture with weights."""
+"""Sources of records in a recipe: one source, a list of sources, or a mixture with weights."""
 
 import glob
 import math
@@ -17,43 +17,47 @@ from realrl.config.paths import local_path, make_absolute
 ACCEPTED = "a source, a list of sources, or a mapping {SOURCE: WEIGHT}"
 _ENTRY = ("source", "weight")
 _NAMED = re.compile(r"(.+):([^:/\[\]]+(?:\[[^\]]*\])?)")
-"""Path or name of a data set and its split, `name:split`; a split may be a slice, such as `train[:10%]`."""
+"""Matches `name:split`: path or name of a data set, and its split. A split may be a slice, such as
+`train[:10%]`."""
 
 
 @dataclass(frozen=True)
 class RecordSource:
-    """Source of records."""
+    """One source of records."""
 
     path: str
-    """File, glob, directory or name of a data set, see `data.records.read_records`."""
+    """File, glob, directory, or name of a data set; see `data.records.read_records`."""
     weight: float = 1.0
-    """Passes over the source in an epoch."""
+    """Number of passes over the source in an epoch."""
 
 
 def split_source(source: str) -> tuple[str, str]:
-    """Split `name:split` into both parts; without a split, both are empty."""
+    """Split `name:split` into name and split. Returns two empty strings if there is no split."""
     named = _NAMED.fullmatch(source)
     return (named[1], named[2]) if named else ("", "")
 
 
 def is_glob(source: str) -> bool:
-    """Check whether a source is a pattern of files."""
+    """Return whether a source is a pattern for names of files."""
     return not split_source(source)[0] and any(character in source for character in "*?[")
 
 
 def make_source_absolute(source: str) -> str:
-    """Make a source absolute: an existing path, a glob, or `DIR:SPLIT`; the name of a hub data set stays."""
+    """Make the path of a source absolute: an existing path, a glob, or `DIR:SPLIT`. Names of hub data sets stay."""
     name, split = split_source(source)
     if name and not os.path.exists(local_path(source)):
         return f"{make_absolute(name)}:{split}"
     if not is_glob(source):
         return make_absolute(source)
-    # The name of the working directory may contain pattern characters.
+    # The path of the working directory may itself contain pattern characters.
     return os.path.normpath(os.path.join(glob.escape(os.getcwd()), local_path(source)))
 
 
 def list_sources(value: Any) -> tuple[RecordSource, ...]:
-    """List the sources in a recipe's text, list or mapping. Raises ValueError for anything else."""
+    """List the sources of a setting, which may be a text, a list or a mapping.
+
+    Raises ValueError for anything else.
+    """
     if isinstance(value, str):
         entries: Iterable[Any] = [value]
     elif isinstance(value, dict):
@@ -73,7 +77,7 @@ def list_sources(value: Any) -> tuple[RecordSource, ...]:
 
 
 def name_sources(value: Any) -> str:
-    """Name the sources of a recipe, for error messages."""
+    """Return the paths of the sources as a list in words, for error messages."""
     return join([source.path for source in list_sources(value)])
 
 
@@ -96,9 +100,9 @@ def _read_entry(entry: Any) -> RecordSource:
 
 
 def _check(value: Any) -> Any:
-    """Check the sources and make their paths absolute; the written form stays."""
+    """Check the sources and make their paths absolute. A text, list or mapping stays what it is."""
     listed = list_sources(value)
-    # Two different texts may name the same file.
+    # Check again, because two different texts may name the same file.
     list_sources([make_source_absolute(source.path) for source in listed])
     if isinstance(value, str):
         return make_source_absolute(value)
@@ -113,4 +117,4 @@ def _check(value: Any) -> Any:
 
 
 SourceList = Annotated[str | list[Any] | dict[str, Any], BeforeValidator(_check)]
-"""Setting with one or more sources; it keeps its written form, which `list_sources` reads."""
+"""Setting with one or more sources. `list_sources` reads it."""

@@ -1,4 +1,4 @@
-"""Stop strings: texts that end an answer, found in its tokens. No torch."""
+"""Find stop strings, which are texts that end an answer, in its tokens. Does not import torch."""
 
 from collections.abc import Sequence
 from typing import Any, Self
@@ -6,17 +6,18 @@ from typing import Any, Self
 from realrl.recipe.generation import GenerationConfig
 
 _INCOMPLETE = "\ufffd"
-"""Decoded text of an incomplete character."""
+"""Text that the tokenizer returns for an incomplete character."""
 _BYTES_OF_CHARACTER = 4
 _MARGIN = 8
-"""Additional tokens that are decoded before the longest stop string: text may lose blanks at its start."""
+"""Number of additional tokens that are decoded before the longest stop string. Decoded text may lose blanks at its
+start."""
 
 
 class StopStrings:
     """Texts that end an answer when one of them appears in it, as in vLLM.
 
-    The answer keeps its tokens up to the one that completes the stop string; its text ends before the stop string.
-    Stop strings that are complete within the first `min_new_tokens` tokens do not count.
+    The answer keeps its tokens up to the token that completes the stop string, but its text ends before the stop
+    string. A stop string does not count if it is complete within the first `min_new_tokens` tokens.
     """
 
     @classmethod
@@ -28,21 +29,22 @@ class StopStrings:
         self._tokenizer, self._stop, self._least = tokenizer, sampling.stop, sampling.min_new_tokens
         self._special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._vocabulary = len(tokenizer)
-        # A token of text has at least one byte.
+        # A token of text has at least one byte, so no stop string has more tokens than bytes.
         self._margin = max(len(text.encode()) for text in self._stop) + _MARGIN
 
     def find_end(self, tokens: Sequence[int], looked: int) -> int | None:
         """Find the number of tokens after which an answer ends; None if it continues.
 
-        It does not end within the first `looked` tokens. The result does not depend on how often answers are
-        checked.
+        The first `looked` tokens were checked before, and do not end the answer. The result does not depend on how
+        often an answer is checked.
         """
-        # Decoding a whole long answer for each token would take longer than generating it.
+        # Decode only the last tokens: decoding a long answer again for each token would take longer than generating
+        # it.
         before, new = self._select_last(tokens, looked), tokens[looked:]
         text = self._decode([*before, *new])
         if _INCOMPLETE not in text and not self._stands_in(text):
             return None
-        # A window that begins inside a character may also lose the following characters.
+        # A window that begins inside a character may also lose the characters after it, so try several beginnings.
         windows = [before[start:] for start in range(min(len(before), _BYTES_OF_CHARACTER))]
         for count in range(1, len(new) + 1):
             near = (self._decode([*window, *new[:count]]) for window in windows or [[]])
@@ -56,7 +58,8 @@ class StopStrings:
         return text[: self._find(tokens)]
 
     def _find(self, tokens: Sequence[int]) -> int | None:
-        """Find the start of the first stop string that an answer's last token completes."""
+        """Find where the first stop string begins that the last token of an answer completes; None if there is
+        none."""
         if len(tokens) <= self._least:
             return None
         before = len(self._decode(tokens[:-1]).rstrip(_INCOMPLETE))
@@ -65,7 +68,7 @@ class StopStrings:
         return min((place for place in places if place >= 0), default=None)
 
     def _select_last(self, tokens: Sequence[int], looked: int) -> list[int]:
-        """Select the last tokens with text among the first `looked`: as many as the margin."""
+        """Select the last tokens among the first `looked` that are text, at most as many as the margin."""
         found: list[int] = []
         for position in reversed(range(looked)):
             token = tokens[position]

@@ -1,4 +1,4 @@
-"""Settings of the training loop: its length, and reactions to spikes and skipped steps."""
+"""Settings of the training loop: its length, and what happens after spikes and skipped steps."""
 
 from pydantic import Field, PositiveInt
 
@@ -6,32 +6,37 @@ from realrl.config.base import Settings
 
 
 class SpikeConfig(Settings):
-    """Spikes of a metric. After a spike, training goes back to a checkpoint and skips the records since then."""
+    """Detects spikes of a metric.
+
+    After a spike, training goes back to a checkpoint and skips the records since then.
+    """
 
     metric: str
-    """Metric of training steps, `call/name` as in metrics.jsonl, such as `actor.train/loss`."""
+    """Name of a metric of training steps: `call/name` as in metrics.jsonl, such as `actor.train/loss`."""
     factor: float = Field(default=3.0, gt=1, le=1e6)
-    """A value is a spike if its distance above the median of earlier values exceeds this multiple of their median
-    distance."""
+    """Limit for spikes. A value is a spike if its distance above the median of earlier values exceeds the usual
+    distance by this factor. The usual distance is the median distance of earlier values from their median."""
     window: int = Field(default=32, ge=4, le=10**5)
-    """Number of earlier values; detection begins with half of them."""
+    """Number of earlier values that are used. Detection begins when half of them exist."""
     back: PositiveInt = 1
-    """Minimum steps to go back before the spike, to the latest checkpoint that is old enough."""
+    """Minimum number of steps to go back from the spike. Training continues from the latest checkpoint that is old
+    enough."""
     most: PositiveInt = 3
-    """Maximum number of times in a run; the next spike ends it."""
+    """Maximum number of times that a run goes back. The next spike ends the run."""
 
 
 class TrainingConfig(Settings):
-    """Length of training, and reactions to spikes and skipped steps."""
+    """Length of training, and what happens after spikes and skipped steps."""
 
     epochs: float = Field(default=1.0, gt=0, le=1e6)
-    """Passes over the training data. Every step has `data.batch` records: the last step takes additional records of
-    the next epoch, with a note."""
+    """Passes over the training data. Every step has `data.batch` records. If the last step lacks records, it takes
+    them from the next epoch, and a note says so."""
     steps: int | None = Field(default=None, gt=0, le=10**9)
-    """Number of training steps; takes precedence over `epochs`."""
+    """Number of training steps. It takes precedence over `epochs`."""
     spike: SpikeConfig | None = None
     """Go back after a metric rises far above its usual values; null for never."""
     max_skipped: PositiveInt = 10
-    """Maximum consecutive optimizer steps of a call with a gradient that is not finite; they are skipped. The same
-    number of consecutive training steps with any skipped step also stops the run. A run also ends with an error if
-    its last training step skipped all of them, or every training step skipped some."""
+    """An optimizer step is skipped if its gradient is not finite. This is the maximum number of consecutive steps
+    that a call may skip. The run also stops after as many consecutive training steps that each skipped some. A run
+    ends with an error if its last training step skipped all optimizer steps, or if every training step skipped
+    some."""

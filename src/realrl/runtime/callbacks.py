@@ -15,22 +15,25 @@ class Step:
     """A training step or an evaluation, as callbacks see it."""
 
     step: int
-    """Training steps done."""
+    """Number of finished training steps."""
     steps: int
-    """Training steps of the run."""
+    """Number of training steps that the run will have."""
     metrics: Mapping[str, float]
     """Metrics by name, such as `actor.train/loss`."""
     seconds: float
-    """Duration of the step or evaluation."""
+    """Duration of the step or evaluation in seconds."""
     ends: bool = field(default=False, repr=False)
 
     def stop(self) -> None:
-        """End training after the current step: the final model is saved, and the run is finished."""
+        """End training after the current step. The final model is saved, and the run counts as finished."""
         self.ends = True
 
 
 def check_callbacks(callbacks: Any) -> list[Any]:
-    """Check callbacks: functions of a Step, and objects with `on_step` or `on_evaluation`. Raises UserError."""
+    """Check callbacks, and return them as a list. Raises UserError for a wrong one.
+
+    A callback is a function that takes a Step, or an object with `on_step` or `on_evaluation`.
+    """
     found = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
     for callback in found:
         if not callable(callback) and not any(
@@ -50,16 +53,16 @@ class CallbackObserver:
         self.ends = False
 
     def begin(self, experiment: Experiment, steps: int) -> None:
-        """Begin, before the first step."""
+        """Pass on the beginning of the run."""
         self._steps = steps
         self._shown.begin(experiment, steps)
 
     def note(self, text: str) -> None:
-        """Show a note."""
+        """Pass on a note."""
         self._shown.note(text)
 
     def record(self, record: MetricsRecord) -> None:
-        """Show metrics, and call the callbacks. Raises UserCodeError if one raises."""
+        """Pass on metrics, and call the callbacks. Raises UserCodeError if a callback raises an exception."""
         self._shown.record(record)
         step = Step(record.step, self._steps, record.metrics, record.seconds)
         for callback in self._callbacks:
@@ -67,11 +70,11 @@ class CallbackObserver:
         self.ends = self.ends or step.ends
 
     def costs(self, comparison: Comparison) -> None:
-        """Show measured and predicted costs."""
+        """Pass on measured and predicted costs."""
         self._shown.costs(comparison)
 
     def end(self, run_dir: str, seconds: float) -> None:
-        """End, after the last step."""
+        """Pass on the end of the run."""
         self._shown.end(run_dir, seconds)
 
 

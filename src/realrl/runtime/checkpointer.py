@@ -1,4 +1,4 @@
-"""Writing of checkpoints while training continues: a thread writes, commits, and deletes old checkpoints."""
+"""Write checkpoints while training continues: a thread writes them, commits them, and deletes old ones."""
 
 import shutil
 import threading
@@ -18,14 +18,14 @@ from realrl.runtime.output.rundir import RunDirectory
 from realrl.runtime.processes.process import Process
 
 _PATIENCE = 60.0
-"""Seconds that a failing run waits for the checkpoint that is being written."""
+"""Maximum seconds that a failing run waits for a checkpoint in progress."""
 
 
 class Checkpointer:
-    """Writer of the checkpoints of a run, one after another, on every rank.
+    """Writes the checkpoints of a run one after another, on every rank.
 
     A thread of each rank writes straight from the tensors that training uses, without a copy. Call `wait_copied`
-    before any of them changes.
+    before any of these tensors changes.
     """
 
     def __init__(
@@ -37,7 +37,10 @@ class Checkpointer:
         group: dist.ProcessGroup | None,
         export: Callable[[Path], None],
     ) -> None:
-        """`group` has all ranks, for the threads alone; `export` writes models to a directory, on all ranks."""
+        """`group` has all ranks, and is used only by the writing threads.
+
+        `export` writes models to a directory, on all ranks.
+        """
         self._settings, self._best = experiment.checkpoint, experiment.evaluation.best
         spike = experiment.training.spike
         self._back = None if spike is None else spike.back
@@ -47,20 +50,25 @@ class Checkpointer:
         self._copied = threading.Event()
         self._failure: BaseException | None = None
         self.last: int | None = None
-        """Training steps before the last checkpoint, which may still be in progress."""
+        """Number of training steps before the last checkpoint, which may still be in progress."""
         self._begun = time.monotonic()
 
     def is_due(self, step: int) -> bool:
-        """Tell whether a checkpoint is due after `step` steps; the same on every rank."""
+        """Return whether a checkpoint is due after `step` steps. All ranks get the same result."""
         return self._settings.every is not None and step % self._settings.every == 0
 
     def is_late(self) -> bool:
-        """Tell whether the last checkpoint is older than `checkpoint.minutes`; ranks may disagree."""
+        """Return whether the last checkpoint is older than `checkpoint.minutes`.
+
+        Ranks may get different results.
+        """
         minutes = self._settings.minutes
         return minutes is not None and time.monotonic() - self._begun >= 60 * minutes
 
     def save(self, state: RunState) -> None:
-        """Begin a checkpoint once the previous one is complete. Returns at its end unless `asynchronous`.
+        """Begin a checkpoint as soon as the previous one is complete.
+
+        With `asynchronous`, this returns at once, otherwise when the checkpoint is complete.
 
         Raises RunError if this checkpoint, or the previous one, cannot be written.
         """
@@ -89,9 +97,10 @@ class Checkpointer:
                 self.finish()
 
     def wait_written(self) -> None:
-        """Wait a while for the checkpoint that is being written.
+        """Wait for a checkpoint in progress, but only for a limited time.
 
-        A failing run should not lose it, but the ranks that it needs may have failed too."""
+        A failing run should not lose this checkpoint, but ranks that are needed to complete it may have failed too.
+        """
         if self._thread is not None:
             self._thread.join(_PATIENCE)
 
@@ -108,14 +117,20 @@ class Checkpointer:
                 raise failure
 
     def offers_best(self, value: float) -> bool:
-        """Tell whether models with this value are among the best that are kept. Called on one rank."""
+        """Return whether models with this value are among the best ones, whose checkpoints are kept.
+
+        Called on one rank.
+        """
         if self._best is None or not self._settings.keep_best:
             return False
         others = read_best_metrics(self._directory.path, self._best)
         return is_among_best(value, others, self._best, self._settings.keep_best)
 
     def keep_best(self, value: float) -> None:
-        """Write the value of the last checkpoint's models, so that it is kept. Raises RunError like `finish`."""
+        """Write the metric value of the last checkpoint's models, so that it is kept.
+
+        Raises RunError like `finish`.
+        """
         self.finish()
         if self._process.rank == WRITER and self._best is not None and self.last is not None:
             with self._directory.writing(self._directory.checkpoint(self.last)):
@@ -126,7 +141,7 @@ class Checkpointer:
         prune(self._directory.path, self._settings, self._best, self._back)
 
     def _write(self, path: Path, tensors: State, state: RunState) -> None:
-        """Write a checkpoint and commit it, in the thread."""
+        """Write a checkpoint and commit it. This runs in the thread."""
         activity = self._process.activity
         activity.phase = f"writing {path.name}"
         try:

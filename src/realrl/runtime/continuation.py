@@ -1,4 +1,4 @@
-"""What lets a run continue later or elsewhere: its state, resuming from a checkpoint, going back after a spike."""
+"""Continue a run later or elsewhere: collect its state, resume from a checkpoint, and go back after a spike."""
 
 import json
 import time
@@ -34,12 +34,13 @@ from realrl.runtime.step import TrainingSteps
 from realrl.runtime.worker.roles import Roles
 
 _LEAST_DISTANCE = 1e-3
-"""Smallest usual distance of values from their median, as a share of the median, so that constant metrics work."""
+"""Minimum of the median distance from the median, as a share of the median. It avoids spikes of constant
+metrics."""
 
 
 @dataclass(frozen=True)
 class Spike:
-    """A metric far above its usual value after a step, counted from 1."""
+    """A value far above the usual values of a metric, after a step counted from 1."""
 
     step: int
     value: float
@@ -47,7 +48,7 @@ class Spike:
 
 
 class SpikeDetector:
-    """Detector of spikes in a metric of training steps. It sees the steps in order, on one rank."""
+    """Detects spikes in a metric of training steps. It sees the steps in order, on one rank."""
 
     def __init__(self, settings: SpikeConfig) -> None:
         self._settings = settings
@@ -68,7 +69,7 @@ class SpikeDetector:
         if 2 * len(self._values) >= self._settings.window:
             distance = median(abs(other - usual) for other in self._values)
             distance = max(distance, _LEAST_DISTANCE * abs(usual))
-            # Negated, so that NaN counts as a spike.
+            # Negated, so that NaN also counts as a spike.
             if not value - usual <= self._settings.factor * distance:
                 return Spike(step, value, usual)
         if value == value:
@@ -77,15 +78,18 @@ class SpikeDetector:
 
 
 class StepAgreement:
-    """Exchange of flags between ranks without waiting: all ranks learn them one step later."""
+    """Exchanges flags between ranks without waiting. All ranks learn the flags one step later."""
 
     def __init__(self, process: Process, ask: Callable[[], tuple[bool, ...]]) -> None:
-        """`ask` returns this rank's flags, always the same number."""
+        """`ask` returns the flags of this rank, always the same number of them."""
         self._process, self._ask = process, ask
         self._under_way: tuple[dist.Work, torch.Tensor] | None = None
 
     def learn(self) -> tuple[bool, ...]:
-        """Return the flags that any rank raised when it last `said` them. A single rank returns its own, now."""
+        """Return, for each flag, whether any rank had set it at the last `say`.
+
+        A single rank returns its current flags.
+        """
         if self._process.control is None:
             return self._ask()
         if self._under_way is None:
@@ -96,7 +100,7 @@ class StepAgreement:
         return tuple(map(bool, flags.tolist()))
 
     def say(self) -> None:
-        """Tell the other ranks this rank's flags, after acting on the flags learnt before."""
+        """Send this rank's flags to the other ranks. Call this after acting on the flags that `learn` returned."""
         if self._process.control is not None:
             flags = torch.tensor(self._ask(), dtype=torch.int32)
             work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._process.control, async_op=True)
@@ -106,11 +110,11 @@ class StepAgreement:
 def restore(
     paths: Sequence[Path], contents: CheckpointContents, process: Process, group: dist.ProcessGroup | None
 ) -> Restored:
-    """Load the first of several checkpoints that all ranks can read; the latest comes first.
+    """Load the first checkpoint that all ranks can read; `paths` has the latest one first.
 
-    Raises UserError, on all ranks, if none can be read.
+    Raises UserError on all ranks if none can be read.
     """
-    # The import takes a second, which a run without checkpoints should not pay.
+    # The import takes a second, which runs without checkpoints save.
     from realrl.checkpoint.storage import check_tensors, read_state
 
     problems: list[str] = []
@@ -149,12 +153,12 @@ def _open(path: Path) -> tuple[Manifest, RunState]:
 
 
 def _find_first(problem: str | None, process: Process) -> str | None:
-    """Find the problem of the first rank that has one."""
+    """Return the problem of the first rank that has one, on all ranks."""
     return next((found for found in process.gather(problem) if found is not None), None)
 
 
 def gather_algorithm_state(process: Process, phase: Phase, algorithm: Algorithm) -> dict[str, Any]:
-    """Gather, on all ranks, the algorithm's state on the first rank of the first train call."""
+    """Gather the algorithm's state from the first rank of the first train call, on all ranks."""
     first = next(call for call in phase.graph.order if call.kind is Kind.TRAIN)
     states: list[dict[str, Any]] = process.gather(algorithm.state_dict())
     return states[phase.plan[first.name].ranks[0]]
@@ -162,7 +166,7 @@ def gather_algorithm_state(process: Process, phase: Phase, algorithm: Algorithm)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StatefulParts:
-    """The parts of a run on this rank that have state in addition to tensors."""
+    """The parts of a run on this rank that have state other than tensors."""
 
     process: Process
     phase: Phase
@@ -173,12 +177,15 @@ class StatefulParts:
     notes: StepNotes
     best: BestEvaluation
     functions: Mapping[str, FunctionMethod]
-    """Functions that this rank calls, by call."""
+    """The functions that this rank calls, by the names of their calls."""
     algorithm: Callable[[], Algorithm]
     """Returns the current algorithm object."""
 
     def gather_scoring(self) -> dict[str, int]:
-        """Gather the checksums of everything that scores, from all ranks: a rank keeps only the fields it needs."""
+        """Gather, from all ranks, the checksums of everything that determines scores.
+
+        A single rank is not enough, because it keeps only the fields that it needs.
+        """
         return dict(item for part in self.process.gather(self.training.scoring) for item in part.items())
 
     def _list_functions(self) -> dict[str, StatefulMethod]:
@@ -189,7 +196,7 @@ class StatefulParts:
         }
 
     def collect(self, step: int, *, seconds: float, evaluated: int | None, rollbacks: int) -> RunState:
-        """Collect the state of all ranks after `step` steps; the other arguments are fields of `RunState`."""
+        """Collect the state of all ranks after `step` steps. The other arguments are fields of `RunState`."""
         trainers: dict[str, dict[str, Any]] = {}
         functions: dict[str, list[Any]] = {}
         of_rank = (
@@ -198,7 +205,7 @@ class StatefulParts:
         )
         for rank, (of_trainers, of_functions) in enumerate(self.process.gather(of_rank)):
             for role, state in of_trainers.items():
-                # A rank with nothing to train counts no steps.
+                # A rank with no parameters to train counts no steps.
                 if role not in trainers or state["steps"] > trainers[role]["steps"]:
                     trainers[role] = state
             for call, state in of_functions.items():
@@ -229,7 +236,7 @@ class StatefulParts:
             saved = state.functions.get(call, [])
             if saved:
                 ranks = self.phase.plan[call].output_ranks
-                # With another number of ranks, all of them start from the first rank's state.
+                # If the number of ranks has changed, all of them start from the first rank's state.
                 mine = ranks.index(self.process.rank) if len(saved) == len(ranks) else 0
                 method.load_state_dict(json.loads(json.dumps(saved[mine])))
         self.training.taken = state.taken
@@ -238,7 +245,7 @@ class StatefulParts:
 
 
 class Continuation:
-    """Checkpoints of a run on one rank: it saves them, resumes from one, and goes back to one after a spike."""
+    """Saves the checkpoints of a run, resumes from one, and goes back to one after a spike. One object per rank."""
 
     def __init__(
         self,
@@ -248,26 +255,26 @@ class Continuation:
         checkpointer: Checkpointer,
         ends: Callable[[], bool],
     ) -> None:
-        """`ends` tells, on the rank that writes, whether training should end after this step."""
+        """`ends` returns, on the rank that writes, whether training should end after this step."""
         self._ends = ends
         self._experiment, self._process, self._directory = experiment, parts.process, parts.directory
         self._contents, self._parts, self.checkpointer = contents, parts, checkpointer
         self.agreement = StepAgreement(parts.process, self._ask)
         self.restored: Restored | None = None
-        """The checkpoint that this start of the run resumed from."""
+        """The checkpoint from which this start of the run resumed."""
         self.notes: list[str] = []
-        """Notes for the user about changes since that checkpoint."""
+        """Notes for the user about changes since this checkpoint."""
         self.evaluated: int | None = None
-        """Training steps before the last evaluation."""
+        """Number of training steps before the last evaluation."""
         spike = experiment.training.spike
         self._spikes = None if spike is None else SpikeDetector(spike)
         self._rollbacks = 0
         self._started = time.monotonic()
 
     def restore(self, checkpoints: tuple[int, ...], steps: int) -> None:
-        """Resume from the first readable checkpoint; each is named by the steps before it.
+        """Resume from the first readable checkpoint. `checkpoints` are the numbers of steps before them.
 
-        Raises UserError if none can be read, or if the first is beyond the `steps` of the run.
+        Raises UserError if none can be read, or if the first one is after more steps than the run has (`steps`).
         """
         if checkpoints:
             if checkpoints[0] > steps:
@@ -282,7 +289,7 @@ class Continuation:
             self._load_state(self.restored.state)
 
     def _compare_data(self, state: RunState) -> None:
-        """Compare the training data with those of the checkpoint."""
+        """Compare the training data with the data that the checkpoint describes."""
         old, new = state.data, self._parts.training.data
         if all(old[name] == new[name] for name in ("items", "crc32")):
             return
@@ -291,7 +298,7 @@ class Continuation:
             if old["items"] == new["items"]
             else f"{old['items']} items, now {new['items']}"
         )
-        # A checkpoint of an earlier version does not have the template's checksum.
+        # Checkpoints of earlier versions lack the checksum of the template.
         template = old.get("chat_template", new["chat_template"]) != new["chat_template"]
         what = (
             "the chat template (the tokenizer's, data.chat_template or its kwargs)"
@@ -301,9 +308,9 @@ class Continuation:
         self._note_change(f"{what} has changed since {self._directory.path} was trained ({how})", "records")
 
     def _compare_scoring(self, state: RunState) -> None:
-        """Compare everything that scores with the checkpoint's."""
+        """Compare the checksums of everything that determines scores with those in the checkpoint."""
         now = self._parts.gather_scoring()
-        # A name that only one side has follows from another setting, and settings are compared elsewhere.
+        # If only one side has a name, some setting has changed, and settings are compared elsewhere.
         changed = sorted(
             name for name in state.scoring.keys() & now.keys() if state.scoring[name] != now[name]
         )
@@ -312,8 +319,8 @@ class Continuation:
             self._note_change(text, "scores")
 
     def _note_change(self, text: str, what: str) -> None:
-        """Note a change that the user has allowed. Raises UserError if not."""
-        # A run that restarts by itself has nobody to ask.
+        """Add a note about a change that the user has allowed. Raises UserError if the user has not."""
+        # A run that restarts by itself has no user to ask.
         if self._experiment.resume != "changed" and restart_count() == 0:
             raise UserError(
                 f"{text}, so the run would continue with other {what}; set resume=changed to allow that, or choose"
@@ -322,17 +329,17 @@ class Continuation:
         self.notes.append(f"{text}, so the run continues with other {what}")
 
     def start(self, started: float) -> None:
-        """Start the clock; this start of the run began at `started` on the monotonic clock."""
+        """Start the clock. `started`: when this start of the run began, on the monotonic clock."""
         before = 0.0 if self.restored is None else self.restored.state.seconds
         self._started = started - before
 
     @property
     def seconds(self) -> float:
-        """Seconds of the run, earlier starts included."""
+        """Seconds that the run has taken so far, including earlier starts."""
         return time.monotonic() - self._started
 
     def save(self, done: int) -> None:
-        """Begin a checkpoint after `done` steps, unless there is one. Raises RunError like `Checkpointer.save`."""
+        """Begin a checkpoint after `done` steps, unless it exists. Raises RunError like `Checkpointer.save`."""
         if self.checkpointer.last != done:
             state = self._parts.collect(
                 done, seconds=self.seconds, evaluated=self.evaluated, rollbacks=self._rollbacks
@@ -340,7 +347,10 @@ class Continuation:
             self.checkpointer.save(state)
 
     def watch(self, step: int, metrics: Mapping[str, float]) -> Spike | None:
-        """Look for a spike in a step's metrics, which the writing rank has; returns the same on all ranks."""
+        """Look for a spike in the metrics of a step, which only the writing rank has.
+
+        All ranks get the same result.
+        """
         if self._spikes is None:
             return None
         spike = None
@@ -353,8 +363,8 @@ class Continuation:
     def roll_back(self, spike: Spike) -> tuple[int, str]:
         """Go back to a checkpoint before a spike, and skip the records since then.
 
-        Returns the number of steps there, and a note. Raises RunError if there is no such checkpoint, or training
-        has gone back too often.
+        Returns the number of steps before the checkpoint, and a note. Raises RunError if there is no such
+        checkpoint, or if training has gone back too often.
         """
         settings, rollbacks = self._experiment.training.spike, self._rollbacks
         assert settings is not None, "spikes are looked for"
@@ -385,9 +395,9 @@ class Continuation:
         self.checkpointer.last = state.step
 
     def _ask(self) -> tuple[bool, bool, bool]:
-        """Return whether the last checkpoint is too old, whether to stop, and whether training should end.
+        """Return three flags: whether the last checkpoint is too old, whether to stop, and whether training ends.
 
-        The rank that writes decides the first and the last.
+        The rank that writes decides the first and the last flag.
         """
         writes = self._process.rank == WRITER
         return writes and self.checkpointer.is_late(), stop_requested(), writes and self._ends()

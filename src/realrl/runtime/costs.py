@@ -1,4 +1,4 @@
-"""Time and memory of training steps: measured on every rank, compared with the prediction on one."""
+"""Measure time and memory of training steps on every rank, and compare them with the prediction on one rank."""
 
 import time
 from collections import deque
@@ -28,13 +28,14 @@ from realrl.runtime.worker.roles import Roles
 from realrl.runtime.worker.store import Store
 
 KEPT_LENGTHS = 1 << 13
-"""Number of the latest lengths that are kept, so that memory and messages stay bounded."""
+"""Maximum number of lengths to keep; the latest are kept. It limits memory and the size of messages."""
 _REST = 100
-"""Comparisons are at least so many times their own duration apart, because ranks wait during one."""
+"""Minimum time between two comparisons, as a multiple of the time of one, because ranks wait during a
+comparison."""
 
 
 class Costs:
-    """Collects the measured training steps; the rank that writes gets the steps of all ranks."""
+    """Collects the measurements of training steps. The rank that writes receives those of all ranks."""
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class Costs:
         profile: Profile | None,
         say: Callable[[str], None],
     ) -> None:
-        """`profile` is for the prediction. `say` is called with the reason if there is no prediction."""
+        """`profile` is used for predictions. If there is no prediction, `say` is called with the reason."""
         self._job, self._process = job, process
         self._profile, self._say = profile, say
         self.timer = StepTimer(
@@ -57,7 +58,7 @@ class Costs:
         self._prompts, self._answers = deque[int](maxlen=KEPT_LENGTHS), deque[int](maxlen=KEPT_LENGTHS)
         self._log = TimingLog()
         self._tokens: int | None = None
-        """Tokens of prompts and answers in the last step, on a rank that knows them."""
+        """Numbers of tokens of prompts and answers in the last step, on a rank that knows them."""
         self._reports = StepReports(process)
         self._offsets = [0.0] * process.world
         self._performance = Performance(
@@ -68,19 +69,19 @@ class Costs:
             profile=profile,
         )
         self.predicted: Prediction | None = None
-        """Prediction of the last comparison, on the rank that writes."""
+        """Prediction in the last comparison, on the rank that writes."""
         self._next = 0.0
-        """Earliest time of the next comparison."""
+        """Earliest time at which the next comparison may take place."""
 
     @property
     def notes(self) -> list[str]:
-        """Notes on the source of predicted times, and on metrics that are left out."""
+        """Notes about the source of predicted times, and about metrics that are left out."""
         source = self._source_of_times()
         notes = [] if source is None else [f"predictions: {source}"]
         return notes if (missing := self._performance.missing) is None else [*notes, missing]
 
     def _source_of_times(self) -> str | None:
-        """Describe the source of predicted times; None if there are no times and no profile."""
+        """Describe where predicted times come from; None if there are no times and no profile."""
         path, graph = str(self._job.experiment.profile), self._job.train.graph
         if self.spec is None and self._profile is None:
             return None
@@ -94,11 +95,11 @@ class Costs:
         self._offsets = measure_clock_offsets(self._process, self._job.plan.cluster.nodes)
 
     def step(self) -> AbstractContextManager[None]:
-        """Measure the block as one step."""
+        """Return a context that measures its block as one step."""
         return self.timer.step()
 
     def add_lengths(self, store: Store) -> None:
-        """Add the lengths of a step's prompts and answers."""
+        """Record the lengths of the prompts and answers of a step."""
         if self._process.rank == self._source:
             prompts, answers = lengths(store)
             self._prompts.extend(prompts)
@@ -106,7 +107,10 @@ class Costs:
             self._tokens = sum(prompts) + sum(answers)
 
     def report_step(self) -> dict[str, float]:
-        """Bring the times of a step to the rank that writes. Returns performance metrics there, none elsewhere."""
+        """Send the times of a step to the rank that writes.
+
+        Returns performance metrics there, and none elsewhere.
+        """
         (mine,) = self.timer.take()
         everyone = self._reports.exchange(replace(mine, tokens=self._tokens))
         if everyone is None:
@@ -114,10 +118,12 @@ class Costs:
         return self._performance.compute(everyone, self._log.add(everyone, self._offsets))
 
     def collect(self, *, last: bool) -> Comparison | None:
-        """Compare all steps so far with the prediction, on the rank that writes; None elsewhere.
+        """Compare all steps so far with the prediction.
 
-        Also None before the first step, and too soon after the previous comparison unless this is the `last`. All
-        ranks call this together.
+        Returns the comparison on the rank that writes, None elsewhere.
+
+        Also returns None before the first step, and if the previous comparison was too recent, unless this one is
+        the `last`. All ranks call this together.
         """
         self.compare_clocks()
         mine = (self.timer.reserved, read_memory(), list(self._prompts), list(self._answers))
@@ -147,7 +153,10 @@ class Costs:
         return comparison
 
     def _compare(self, info: RunInfo) -> Comparison:
-        """Compare; if the prediction fails, without it. A failing prediction must not end a run."""
+        """Compare the costs with a prediction, or without one if predicting fails.
+
+        A failing prediction must not end a run.
+        """
         try:
             self.predicted = predict(info, self._profile)
             return compare(info, self.predicted, self._log)
@@ -158,17 +167,17 @@ class Costs:
 
 
 def _lengths_call(graph: DataflowGraph) -> Call:
-    """Find the call with the lengths of prompts and answers: the first that generates, otherwise the first
-    that trains."""
+    """Find the call that has the lengths of prompts and answers: the first call that generates, otherwise the first
+    call that trains."""
     of_kind = {kind: [call for call in graph.order if call.kind is kind] for kind in Kind}
     return (of_kind[Kind.GENERATE] or of_kind[Kind.TRAIN])[0]
 
 
 def lengths(store: Store) -> tuple[list[int], list[int]]:
-    """Find the tokens of prompts and of answers after a step, on a rank that knows them.
+    """Return the numbers of tokens of prompts and of answers in a step, on a rank that knows them.
 
-    That is the first output rank of the call that generates. If no call generates, prompts are the sequences of the
-    first train call, and there are no answers.
+    This rank is the first output rank of the call that generates. If no call generates, prompts are the sequences
+    of the first train call, and there are no answers.
     """
     graph = store.graph
     call = _lengths_call(graph)
@@ -180,13 +189,13 @@ def lengths(store: Store) -> tuple[list[int], list[int]]:
 
 
 _TAG = 1 << 22
-"""Above the tags of `Exchange`."""
+"""Tag of messages, above all tags of `Exchange`."""
 
 
 class StepReports:
-    """Sends this rank's times, or receives them on the rank that writes.
+    """Sends this rank's times to the rank that writes, which receives the times of all ranks.
 
-    Only that rank waits, after its own part of the step; the others continue.
+    Only the receiving rank waits, after its own part of the step. All other ranks continue.
     """
 
     def __init__(self, process: Process) -> None:
@@ -194,7 +203,10 @@ class StepReports:
         self._under_way: list[tuple[dist.Work, torch.Tensor]] = []
 
     def exchange(self, mine: StepTimes) -> list[StepTimes] | None:
-        """Send this rank's times of a step. Returns the times of all ranks, in order, on the rank that writes."""
+        """Send this rank's times of a step.
+
+        Returns the times of all ranks, in order, on the rank that writes; otherwise None.
+        """
         if self._process.rank == WRITER:
             others = range(1, self._process.world)
             return [mine, *(self._take(rank) for rank in others)]

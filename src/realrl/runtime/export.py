@@ -1,4 +1,4 @@
-"""Models of a run as Hugging Face directories: written by the run itself, or later by `realrl export`."""
+"""Write the models of a run as Hugging Face directories, in the run itself or later by `realrl export`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -47,9 +47,9 @@ def export_models(
 ) -> Iterator[Path]:
     """Write models of a checkpoint to `out`/ROLE, and yield each directory when it is complete.
 
-    This runs in one process without a cluster; one portion of the tensors is in memory at a time. A role with
-    adapters gets the adapters alone unless `merge` is set. Raises UserError if the checkpoint or a source in the
-    recipe cannot be read, and RunError if a model cannot be written.
+    This runs in one process without a cluster. Only one portion of the tensors is in memory at a time. For a role
+    with adapters, only the adapters are written unless `merge` is set. Raises UserError if the checkpoint or a
+    source in the recipe cannot be read, and RunError if a model cannot be written.
     """
     experiment = load_experiment(str(run_dir / CONFIG))
     tokenizer = load_shared_tokenizer(experiment)
@@ -85,7 +85,7 @@ def _make(directory: Path) -> Path:
 
 
 class _Exported:
-    """A role to write."""
+    """A role whose model is exported."""
 
     def __init__(self, role: str, config: ModelConfig, head: Head, max_shard_bytes: float) -> None:
         self._role, self._config, self._head, self._max_shard_bytes = role, config, head, max_shard_bytes
@@ -100,7 +100,7 @@ class _Exported:
         tokenizer: Any,
         stop_token_ids: tuple[int, ...],
     ) -> None:
-        """Write the model; `fetch` returns the portion with a number."""
+        """Write the model. `fetch` returns the portion with a given number."""
         model_files.save(
             directory,
             self._whole,
@@ -122,7 +122,7 @@ class _Exported:
         model_files.save_adapters(directory, self.shape, self._head, weights, tokenizer, self.dtype, base)
 
     def merge(self, adapters: str) -> Callable[[int], Weights]:
-        """Make a function that returns the portion with a number, with adapters merged."""
+        """Return a function that returns the portion with a given number, in which adapters are merged."""
         source = model_files.ModelFiles(adapters, self._whole, model_tensors(self._whole, self._head))
         return lambda number: {
             part.spec.name: source.read(part.spec, part.region) for part in self.portions[number]
@@ -137,7 +137,7 @@ def _fetch(
     dtype: torch.dtype,
     number: int,
 ) -> FlatBuffer:
-    """Read the portion with a number."""
+    """Read the portion with this number from the checkpoint."""
     parts = portions[number]
     buffer = FlatBuffer([part.stored for part in parts], dtype, "cpu")
     tensors = {
@@ -152,7 +152,10 @@ def _fetch(
 
 
 class ModelSaver:
-    """Saves the trained roles of a run: final models, best models, and models of checkpoints. On every rank."""
+    """Saves the trained roles of a run: final models, best models, and models of checkpoints.
+
+    It exists on every rank.
+    """
 
     def __init__(
         self,
@@ -170,10 +173,11 @@ class ModelSaver:
         self._tokenizer, self._stop_token_ids, self._algorithm = tokenizer, stop_token_ids, algorithm
 
     def save(self, which: Literal["best"] | None) -> None:
-        """Write every trained role: as the best models, or for None as the final ones.
+        """Write every trained role, as the best models or, if `which` is None, as the final models.
 
-        The graph's first trained role has the directory's name; other roles append theirs. The algorithm's own
-        state, such as the scale of a critic's values, goes into a file beside the models.
+        The first trained role of the graph is written to the directory itself; for other roles, the name of the
+        role is appended. The algorithm's own state, such as the scale of a critic's values, goes into a file beside
+        the models.
         """
         with self._process.activity.part("save"):
             for role in self._trained:
@@ -184,12 +188,12 @@ class ModelSaver:
                 self._directory.write_state(which, self._job.experiment.spec.name, state)
 
     def export(self, directory: Path) -> None:
-        """Write every trained role into a directory, by its name."""
+        """Write every trained role into a subdirectory with its name."""
         for role in self._trained:
             self._save_role(role, directory / role)
 
     def _save_role(self, role: str, path: Path) -> None:
-        """Write a role; the first rank of its home writes the files."""
+        """Write a role. The first rank of its home writes the files."""
         if self._process.rank in self._job.homes[role].ranks:
             with self._directory.writing(path):
                 self._roles.save(role, path, self._tokenizer, self._stop_token_ids)

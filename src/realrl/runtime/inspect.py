@@ -18,26 +18,29 @@ from realrl.runtime.prepare.inputs import load_shared_tokenizer, load_stop_token
 
 @dataclass
 class Inspection:
-    """Records of `data.train` or `data.eval`. Wrong records are counted, and reading continues."""
+    """Collects information about the records of `data.train` or `data.eval`.
+
+    Wrong records are counted, and reading continues.
+    """
 
     name: str
     """`train` or `eval`."""
     samples: int
-    """Number of items to keep."""
+    """Number of items to keep as samples."""
     data: Dataset | None = None
     lengths: dict[str, array] = field(default_factory=dict)
-    """Tokens of every used row: of its prompt, of its answers, and in total."""
+    """Numbers of tokens of every used row: of its prompt, of its answers, and in total."""
     first: list[tuple[str, Sequence[Row]]] = field(default_factory=list)
-    """First items of each source: origin, FILE:LINE, and rows."""
+    """The first items of each source, with their origin FILE:LINE and their rows."""
     fields: Counter[str] = field(default_factory=Counter)
-    """Extra columns of records, with the number of records that have each."""
+    """Number of records that have each extra column."""
     functions: dict[str, list[str]] = field(default_factory=dict)
-    """Columns that each function sees."""
+    """Columns that each function receives."""
     _source: int = -1
     _taken: int = 0
 
     def watch(self, source: int, origin: str, rows: Sequence[Row]) -> None:
-        """Count a used item, and keep the first ones of every source."""
+        """Count a used item, and keep it if it is one of the first items of its source."""
         self._taken = self._taken + 1 if source == self._source else 1
         self._source = source
         if self._taken <= self.samples:
@@ -47,7 +50,7 @@ class Inspection:
                 self.lengths.setdefault(name, array("l")).append(tokens)
 
     def see(self, name: str) -> bool:
-        """Count a column. Returns False: its values are not kept."""
+        """Count a column. Returns False, so that its values are not kept."""
         self.fields[name] += 1
         return False
 
@@ -99,7 +102,7 @@ def inspect_data(experiment: Experiment, samples: int) -> tuple[Any, list[Inspec
 
 
 def _load_functions(algorithm: Any, graph: DataflowGraph) -> dict[str, FunctionMethod]:
-    """Load the functions that see columns of records, by call."""
+    """Load the functions that receive columns of records, by call."""
     functions = {
         call.name: cast(FunctionMethod, algorithm.method(call.name))
         for call in graph.functions
@@ -111,7 +114,7 @@ def _load_functions(algorithm: Any, graph: DataflowGraph) -> dict[str, FunctionM
 
 
 def list_refused(experiment: Experiment, inspection: Inspection) -> list[str]:
-    """List the reasons for which a run would refuse the records, one message per setting."""
+    """List why a run would refuse the records, one message per setting."""
     data, source = experiment.data, inspection.data
     assert source is not None, "it has been read"
     malformed = source.skipped - source.too_long

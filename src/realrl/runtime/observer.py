@@ -1,4 +1,4 @@
-"""Listener for the progress of a run."""
+"""Interface for listening to the progress of a run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ class MetricsRecord:
     """One line of metrics.jsonl."""
 
     step: int
-    """Number of training steps done."""
+    """Number of finished training steps."""
     kind: str
     """`train` or `eval`."""
     seconds: float
-    """Duration of the step or evaluation."""
+    """Duration of the step or evaluation in seconds."""
     metrics: Mapping[str, float]
     """Metrics by `call/name`."""
 
@@ -29,16 +29,16 @@ class RunObserver(Protocol):
     """Whether training should end after this step, as if it were the last one."""
 
     def begin(self, experiment: Experiment, steps: int) -> None:
-        """Begin: everything is loaded, and the first step follows."""
+        """Called when everything is loaded, before the first step."""
 
     def note(self, text: str) -> None:
-        """Show a note."""
+        """Called with a note for the user."""
 
     def record(self, record: MetricsRecord) -> None:
-        """Take the metrics of a training step or an evaluation."""
+        """Called with the metrics of a training step or an evaluation."""
 
     def costs(self, comparison: Comparison) -> None:
-        """Take measured and predicted costs, after the last step."""
+        """Called with measured and predicted costs, after the last step."""
 
     def end(self, run_dir: str, seconds: float) -> None:
-        """End, after the last step."""
+        """Called at the end, after the last step."""

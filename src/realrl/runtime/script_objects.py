@@ -1,7 +1,8 @@
-"""Functions of a script or notebook as settings of a recipe, here and in the processes that a run starts. No torch.
+"""Functions of a script or notebook as settings of a recipe, here and in the processes that a run starts.
 
-A recipe names a function as `module:NAME`. The module `realrl_objects` exists only in memory: it has the functions
-that a script has passed to `realrl`. The launcher hands them to the ranks with cloudpickle.
+A recipe names a function as `module:NAME`. The module `realrl_objects` exists only in memory, and contains the
+functions that a script has passed to `realrl`. The launcher sends these functions to the ranks with cloudpickle.
+This module does not import torch.
 """
 
 import hashlib
@@ -22,11 +23,11 @@ from realrl.runtime.processes.environment import OBJECTS_VARIABLE
 
 MODULE = "realrl_objects"
 CALLBACKS = "callbacks"
-"""Name of the callbacks of a run in the module, on its ranks."""
+"""Name in the module for the callbacks of a run, on its ranks."""
 
 
 def add_function(setting: str, function: Callable[..., Any]) -> str:
-    """Add a function to the module, and return the reference of it for a recipe, `realrl_objects:NAME`.
+    """Add a function to the module. Returns its reference for a recipe, `realrl_objects:NAME`.
 
     The name depends on the function's own name and source, so that the same script gives the same recipe again.
     """
@@ -38,7 +39,7 @@ def add_function(setting: str, function: Callable[..., Any]) -> str:
 
 
 def find_objects(settings: Any) -> dict[str, Any]:
-    """Find the functions of this module that a recipe's settings name, by their names."""
+    """Find the functions of `realrl_objects` that a recipe's settings name. Keys are their names."""
     if isinstance(settings, dict):
         settings = list(settings.values())
     if isinstance(settings, list | tuple):
@@ -66,27 +67,27 @@ def pack_objects(objects: dict[str, Any]) -> bytes:
 
 
 def load_objects() -> None:
-    """Load the functions that the launcher of this rank was given, if any."""
+    """Load the functions that the launcher has sent to this rank, if any."""
     file = os.environ.get(OBJECTS_VARIABLE)
     if file is None:
         return
     import pickle
 
-    # The launcher of this rank has just written this file into its own private directory.
+    # Unpickling is safe: the launcher of this rank has just written this file into its own private directory.
     path, objects = pickle.loads(Path(file).read_bytes())
-    # Functions may be defined in modules beside the script.
+    # Functions may use modules beside the script.
     sys.path += [entry for entry in path if entry not in sys.path]
     for name, value in objects.items():
         setattr(_module(), name, pickle.loads(value))
 
 
 def find_callbacks() -> list[Any]:
-    """Find the callbacks that the launcher of this rank was given."""
+    """Return the callbacks that the launcher has sent to this rank."""
     return list(vars(_module()).get(CALLBACKS, ())) if MODULE in sys.modules else []
 
 
 def _module() -> ModuleType:
-    """Return the module of functions; the first call makes it."""
+    """Return the module `realrl_objects`. The first call creates it."""
     if MODULE not in sys.modules:
         module = ModuleType(MODULE)
         module.__spec__ = ModuleSpec(MODULE, None)
@@ -96,7 +97,8 @@ def _module() -> ModuleType:
 
 
 def _read_source(function: Callable[..., Any]) -> str:
-    """Read the source of a function, with bound arguments and closed-over values; without source, its byte code."""
+    """Return the source of a function, or its byte code without source, with bound arguments and closed-over
+    values."""
     bound, target = "", function
     while isinstance(target, partial):
         bound += f"{target.args}{target.keywords}"

@@ -1,4 +1,7 @@
-"""Start of a training run: in this process, in local processes, or on a Ray cluster. No torch before it trains."""
+"""Start a training run in this process, in local processes, or on a Ray cluster.
+
+Does not import torch before training starts in this process.
+"""
 
 import os
 from collections.abc import Callable, Iterator
@@ -31,7 +34,7 @@ from realrl.runtime.supervision.orphans import SCRATCH_VARIABLE
 from realrl.runtime.supervision.run_end import write_end
 
 MakeObserver = Callable[[], AbstractContextManager[RunObserver]]
-"""Makes the observer of a run in this process."""
+"""Function that creates the observer of a run in this process."""
 
 
 def start_training(
@@ -44,10 +47,10 @@ def start_training(
 ) -> Outcome:
     """Train a recipe, or resume its run. Returns how the started processes ended.
 
-    In a process that a launcher has started, it trains as one rank. Otherwise it starts a local process for each
-    device, or actors on a Ray cluster. `here`: a single process is not started; this process trains instead. `say`
-    is called with notes. `objects` packs the functions that a script hands to started processes. Raises UserError
-    or RunError if training in this process fails.
+    In a process that a launcher has started, this function trains as one rank. Otherwise it starts a local process
+    for each device, or actors on a Ray cluster. With `here`, this process trains itself if only one process is
+    needed. `say` is called with notes. `objects` packs the functions that a script sends to started processes.
+    Raises UserError or RunError if training in this process fails.
     """
     if not experiment.spec.trains:
         raise UserError(f"algorithm={experiment.algorithm} trains no model; run it with realrl eval")
@@ -63,8 +66,8 @@ def start_training(
                 return _train_on_ray(experiment, run_dir, None if objects is None else objects())
             cluster = find_training_cluster(experiment, say)
             plan = check_training(experiment, cluster, say)
-            # One process gets a launcher, too, which restarts it and says why it died. But a debugger follows only
-            # this process.
+            # A single process also gets a launcher, which restarts it and reports why it died. A debugger, however,
+            # follows only this process.
             if cluster.size > 1 or not (here or is_debugged()):
                 packed = None if objects is None else objects()
                 return launch_training(
@@ -112,7 +115,7 @@ def find_training_cluster(experiment: Experiment, say: Callable[[str], None]) ->
 
 
 def _train_on_ray(experiment: Experiment, run_dir: RunDir, objects: bytes | None) -> Outcome:
-    """Train on the nodes of a Ray cluster. The ranks search for the plan themselves."""
+    """Train on the nodes of a Ray cluster. The ranks themselves search for the plan."""
     from realrl.runtime.launcher.on_ray import connect_to_ray
 
     cluster = written_cluster(experiment.cluster)
@@ -134,7 +137,7 @@ def _train_on_ray(experiment: Experiment, run_dir: RunDir, objects: bytes | None
 def _tidied(experiment: Experiment) -> Iterator[RunDir]:
     """Clean up after the run that the block trains.
 
-    Afterwards, half-written files are gone, and the message of an interruption says which step was saved. Yields a
+    Afterwards, half-written files are gone, and the message of an interruption names the saved step. Yields a
     function that returns the run's directory, or None until the run has created it.
     """
     directory = RunDirectory(experiment.run_dir)
@@ -159,7 +162,7 @@ def _tidied(experiment: Experiment) -> Iterator[RunDir]:
                 interrupted.saved = saved.describe(experiment.training.steps)
         if is_writer() and run_dir() is not None:
             remove_partial(directory.path)
-            # A failed run keeps its traces: they show what led to the failure.
+            # Keep the traces even if the run failed, because they show what led to the failure.
             with suppress(OSError):
                 merge_rank_traces(directory.path)
             if (cause := interrupted or failure) is not None:
@@ -169,7 +172,8 @@ def _tidied(experiment: Experiment) -> Iterator[RunDir]:
 def _write_end(run_dir: Path, failure: BaseException | None) -> None:
     """Write how the run ended.
 
-    Ranks of the local launcher write nothing: the launcher knows the first failure and whether it restarts them.
+    Ranks of the local launcher write nothing, because only the launcher knows the first failure, and whether it
+    restarts the ranks.
     """
     if SCRATCH_VARIABLE in os.environ or not is_writer():
         return
@@ -187,7 +191,7 @@ def _shrink(
 ) -> Start | None:
     """Find how to restart the run on at most `devices` devices of this machine; None if it cannot.
 
-    A preset of the recipe stays. A plan file is for other devices, so a search replaces it.
+    If the recipe's plan is a preset, the preset stays. A plan file is for other devices, so a search replaces it.
     """
     kind = experiment.cluster.rpartition(":")[0]
     plan = experiment.plan if experiment.plan in (*PRESETS, SEARCH) else SEARCH

@@ -1,4 +1,7 @@
-"""Training steps on one rank: records, seeds and learning rates in, metrics out; dynamic sampling in rounds."""
+"""Run training steps on one rank: records, seeds and learning rates go in, metrics come out.
+
+Also samples in rounds.
+"""
 
 import math
 import zlib
@@ -38,7 +41,10 @@ class TrainingSteps:
         costs: Costs,
         records: Dataset,
     ) -> None:
-        """`costs` measures every step. Raises UserError if an epoch has less than a batch, or the run no step."""
+        """`costs` measures every step.
+
+        Raises UserError if an epoch has fewer records than a batch, or if the run has no step.
+        """
         experiment, self._job, self._process = job.experiment, job, process
         self._worker, self._costs, self._records = worker, costs, records
         data, training = experiment.data, experiment.training
@@ -49,7 +55,7 @@ class TrainingSteps:
             data.shuffle,
             sources=[(source.items, source.weight) for source in records.sources],
         )
-        """Order of the records."""
+        """Order in which the run takes the records."""
         least = min(1.0, data.batch / self.order.size)
         if training.steps is None and training.epochs < least:
             raise UserError(
@@ -61,16 +67,19 @@ class TrainingSteps:
         """Number of steps of the run."""
         self._samples = experiment.spec.samples_per_prompt(experiment)
         self.taken = 0
-        """Records taken so far; includes records whose samples were replaced."""
+        """Number of records taken so far, including records whose samples were replaced."""
         self.data = records.identify()
-        """Identity of the records and their order."""
+        """Numbers that identify the records and their order."""
         self.scoring = _identify_code(job.train.graph) | {
             f"field {name!r} of data.train": checksum for name, checksum in records.identify_further().items()
         }
-        """Checksums of everything that scores on this rank, by name."""
+        """Checksums, by name, of what determines scores on this rank."""
 
     def run(self, step: int) -> dict[str, float]:
-        """Execute a step, counted from 0. Returns metrics by `call/name`: all of them on the rank that writes."""
+        """Execute a step, which is counted from 0.
+
+        Returns metrics by `call/name`: all of them on the rank that writes.
+        """
         phase, sampled = self._job.train, self._job.sampled
         if sampled is not None:
             return self._run_in_rounds(step, sampled)
@@ -131,7 +140,7 @@ class TrainingSteps:
 
 
 def _identify_code(graph: DataflowGraph) -> dict[str, int]:
-    """Compute a checksum of each file with a function of the user, by call and path."""
+    """Compute a checksum of each file with a user's function. Keys are `call, path`."""
     references = {call.name: call.function for call in graph.functions if call.function is not None}
     files = {
         name: find_source(given)
@@ -144,35 +153,35 @@ def _identify_code(graph: DataflowGraph) -> dict[str, int]:
 
 
 MakeInput = Callable[[list[int], int], StepInput]
-"""Makes the input of a round from its prompts and the number of samples in earlier rounds."""
+"""Function that creates the input of a round from its prompts and the number of samples in earlier rounds."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sampled:
-    """Samples of a step, taken in rounds."""
+    """The samples of a step, which were taken in rounds."""
 
     store: Store
     """A store with only the rows that this rank has produced; see `Store.place`."""
     prompts: list[int]
-    """Records of the prompts in the step, in the order of their items."""
+    """Numbers of the records whose prompts are in the step, in the order of their items."""
     metrics: dict[str, Metrics]
     """Metrics of all samples, by call."""
     rounds: int
     """Number of rounds."""
     taken: int
-    """Number of prompts sampled in all rounds."""
+    """Number of prompts that were sampled in all rounds."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Round:
-    """One round: this rank's rows, and the holders of all rows."""
+    """One round: the rows of this rank, and which ranks hold all other rows."""
 
     store: Store
     prompts: list[int]
     holders: dict[str, list[int]]
-    """Call -> for each item, the data-parallel rank that holds its outputs."""
+    """For each call and item: the data-parallel rank that holds the item's outputs."""
     differing: list[bool]
-    """Whether the samples of a prompt have different scores, by prompt."""
+    """For each prompt: whether its samples have different scores."""
 
 
 class SamplingRounds:
@@ -191,12 +200,12 @@ class SamplingRounds:
         plan: Plan,
         samples: int,
     ) -> None:
-        """`graph` and `plan` are those of the whole step; each prompt gets `samples` samples."""
+        """`graph` and `plan` are those of the whole step. Each prompt gets `samples` samples."""
         self._process, self._worker, self._step = process, worker, step
         self._graph, self._plan, self._samples = graph, plan, samples
         dp = max(plan[call.name].strategy.dp for call in step.sampling.graph.calls)
         self._fewest = -(-dp // samples)
-        """Fewest prompts of a round that give every data-parallel rank a sample."""
+        """Minimum number of prompts in a round, so that every data-parallel rank gets a sample."""
 
     def run(
         self,
@@ -205,10 +214,10 @@ class SamplingRounds:
         make_input: MakeInput,
         timer: StepTimer | None = None,
     ) -> Sampled:
-        """Sample until `batch` prompts have answers with different scores, or the rounds are used up.
+        """Sample until `batch` prompts have answers with different scores, or until the last round.
 
-        `take` returns the next prompts; `timer` measures. After the last round, the batch is filled with the latest
-        prompts whose samples have equal scores.
+        `take` returns the next prompts. `timer` measures the rounds. After the last round, the latest prompts whose
+        samples have equal scores fill the batch.
         """
         rounds: list[_Round] = []
         metrics: dict[str, Metrics] = {}
@@ -217,7 +226,8 @@ class SamplingRounds:
         while len(differing) < batch and len(rounds) < self._step.rounds:
             prompts = take(batch - len(differing))
             before = sum(len(earlier.prompts) for earlier in rounds) * self._samples
-            # The results of these copies are ignored. They keep the prompts of a step independent of the plan.
+            # Samples of these copies are discarded. Without the copies, the prompts of a step would depend on the
+            # plan.
             padding = prompts[:1] * (self._fewest - len(prompts))
             latest, found = self._sample(prompts, make_input(prompts + padding, before), timer)
             for call, more in found.items():
@@ -238,7 +248,7 @@ class SamplingRounds:
     def _sample(
         self, prompts: list[int], inputs: StepInput, timer: StepTimer | None
     ) -> tuple[_Round, dict[str, Metrics]]:
-        """Run a round, and tell all ranks which rank holds which rows."""
+        """Run a round, and inform all ranks which rank holds which rows."""
         phase, rank = self._step.sampling, self._process.rank
         store = Store(phase.graph, phase.plan, self._samples)
         metrics = self._worker.run(phase.programs[rank], store, inputs, timer)
@@ -264,7 +274,10 @@ class SamplingRounds:
         return _Round(store, prompts, holders, [*map(_differ, groups)]), metrics
 
     def _merge(self, rounds: Sequence[_Round], chosen: Sequence[tuple[int, int]]) -> Store:
-        """Make the store of the step from the samples of the chosen (round, prompt) pairs; no row moves."""
+        """Create the store of the step from the samples of the chosen (round, prompt) pairs.
+
+        Rows stay on their ranks.
+        """
         merged = Store(self._graph, self._plan, self._samples)
         merged.size = len(chosen) * self._samples
         origins = [(number, i * self._samples + k) for number, i in chosen for k in range(self._samples)]
@@ -285,5 +298,5 @@ class SamplingRounds:
 
 
 def _differ(scores: Sequence[float]) -> bool:
-    """Tell whether samples have different scores; a skipped sample (NaN) does not count."""
+    """Return whether samples have different scores. A skipped sample (NaN) is ignored."""
     return len({score for score in scores if not math.isnan(score)}) > 1

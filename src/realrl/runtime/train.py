@@ -1,4 +1,4 @@
-"""Training of a recipe as one rank of its cluster."""
+"""Train a recipe as one rank of its cluster."""
 
 import time
 from contextlib import ExitStack
@@ -30,7 +30,7 @@ from realrl.runtime.training_run import TrainingRun
 def train(
     experiment: Experiment, observer: RunObserver, run_class: "type[TrainingRun] | None" = None
 ) -> None:
-    """Train a recipe as one rank of its cluster; `run_class` may be derived from TrainingRun.
+    """Train a recipe as one rank of its cluster. `run_class` may be a class derived from TrainingRun.
 
     Raises UserError for a mistake of the user, and RunError for a failure that is not a bug.
     """
@@ -38,7 +38,7 @@ def train(
     check_trackers(experiment)
     cluster = resolve_cluster(experiment.cluster, experiment.device)
     for_others = is_for_others(experiment, cluster)
-    # Mistakes in a written plan are found before the ranks wait for each other.
+    # Find mistakes in a written plan before the ranks wait for each other.
     if experiment.plan != SEARCH and not for_others:
         make_job(experiment, cluster)
     with (
@@ -64,12 +64,12 @@ def train(
             job = make_job(experiment, cluster, plan, download=True)
             if process.rank == WRITER:
                 check_fit(job, here)
-        # Every rank reads its inputs before the directory of an earlier run may be deleted.
+        # Every rank reads its inputs before the directory of an earlier run can be deleted.
         with process.together():
             make = run_class or TrainingRun
             run = make(job, process, observer if process.rank == WRITER else None, earlier)
         check_shared(run.directory.path, process, cluster)
-        # Mistakes in the opponent are found before any rank spends minutes on loading weights.
+        # Find mistakes in the opponent before any rank spends minutes on loading weights.
         run.evaluations.face_opponent()
         process.activity.enter("load")
         with process.together():
@@ -82,12 +82,12 @@ def train(
                     raise UserError(f"run_dir={experiment.run_dir}: another command has just trained there")
             run.open()
         process.publish(run.directory.path)
-        # torchrun sends SIGTERM to all ranks when one dies; this rank must still report its own error.
+        # torchrun sends SIGTERM to all ranks when one has died, but this rank must still report its own error.
         until_the_end.enter_context(deferred_termination(experiment.launch.grace_seconds, SAVING))
         try:
             run.execute(started)
         finally:
-            run.directory.close_trackers(done=False)  # does nothing if they are closed
+            run.directory.close_trackers(done=False)  # does nothing if they are closed already
 
 
 def _find_earlier(experiment: Experiment, process: Process, lock: RunLock) -> EarlierRun | None:

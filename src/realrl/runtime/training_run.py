@@ -1,4 +1,4 @@
-"""Run of a recipe on one rank: its parts, and the training loop."""
+"""The run of a recipe on one rank: its parts, and the training loop."""
 
 import math
 import shutil
@@ -63,13 +63,13 @@ from realrl.runtime.worker.trace import Trace, TraceFiles
 from realrl.runtime.worker.worker import Worker
 
 COLLECT_EVERY = 100
-"""Steps between two writes of the measured costs, if evaluations and checkpoints are further apart."""
+"""Maximum number of steps between two writes of the measured costs. Evaluations and checkpoints also write them."""
 COLLECT_EARLY = (2, 10, 30)
 """Costs are also written after these steps, so that a long run shows them early."""
 
 
 class TrainingRun:
-    """Run of a recipe on one rank."""
+    """The run of a recipe on one rank."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class TrainingRun:
         self.process, self.observer = process, observer
         experiment = job.experiment
         self.earlier = earlier
-        # Making groups needs all ranks, so it comes before anything that can fail on a single rank.
+        # Creating groups needs all ranks, so it comes before everything that can fail on a single rank.
         groups = process.groups(list_rank_sets(job.placements), moves=reallocates(job.placements))
         group_of_threads = process.make_control_group()
         self.trained = job.trained
@@ -101,7 +101,7 @@ class TrainingRun:
         if self._started_from is not None:
             load_saved_state(algorithm, *self._started_from)
         self.roles = Roles(job, process, groups, temperature=algorithm.temperature)
-        # Making these notes also finds mistakes that saving would meet only hours later.
+        # Writing these notes now also finds mistakes that saving would find only hours later.
         self.saving_notes = [
             f"models.{role}: {text}" for role in self.trained for text in self._saving_notes(role)
         ]
@@ -143,7 +143,7 @@ class TrainingRun:
     def _prepare_checkpoints(
         self, functions: Mapping[str, FunctionMethod], group: ProcessGroup | None
     ) -> None:
-        """`functions` are called by this rank; `group` has all ranks, for the threads that write."""
+        """`functions`: the functions that this rank calls. `group` has all ranks, for the threads that write."""
         experiment, process = self.experiment, self.process
         parts = StatefulParts(
             process=process,
@@ -181,7 +181,7 @@ class TrainingRun:
         self.roles.offload_homes()
 
     def open(self) -> None:
-        """Start the run's directory and notify the observer, on the rank that writes.
+        """Start the run's directory, and notify the observer, on the rank that writes.
 
         Raises UserError if the directory cannot be used.
         """
@@ -207,15 +207,15 @@ class TrainingRun:
             *self.saving_notes,
             *self.costs.notes,
         ]
-        shutil.rmtree(self.directory.path / TRACES, ignore_errors=True)  # from an earlier start
+        shutil.rmtree(self.directory.path / TRACES, ignore_errors=True)  # traces of an earlier start
         for note in notes:
             self._say(note)
         observer.begin(self.experiment, self.steps)
 
     def execute(self, started: float) -> None:
-        """Train from the first step, or the one after the checkpoint, to the last.
+        """Train from the first step, or the step after the checkpoint, to the last step.
 
-        `started` is the beginning of the run on the monotonic clock.
+        `started`: when this start of the run began, on the monotonic clock.
         """
         self.continuation.start(started)
         self.costs.compare_clocks()
@@ -227,7 +227,7 @@ class TrainingRun:
                 raise self._saying_what_is_saved(error) from error
             raise
         finally:
-            # A failed run needs its trace most.
+            # Write the trace even if the run fails, because then it is most useful.
             self.trace_files.write()
         self._finish()
 
@@ -263,7 +263,10 @@ class TrainingRun:
             agreement.say()
 
     def _after_step(self, done: int, *, late: bool = False, resumed: bool = False) -> None:
-        """Save and evaluate after `done` steps if due. `late`: a checkpoint is overdue. `resumed`: there is one."""
+        """Save and evaluate after `done` steps, if due. `late`: a checkpoint is overdue.
+
+        `resumed`: a checkpoint exists.
+        """
         every = self.experiment.evaluation.every
         last = done >= self.steps
         evaluates = last or bool(every and done % every == 0)
@@ -273,7 +276,7 @@ class TrainingRun:
             self._collect(last=False)
         if last and not resumed:
             self._check_learning()
-        # Save first: the user's judge may fail in the evaluation.
+        # Save first, because the user's judge may fail in the evaluation.
         if saves:
             self.continuation.save(done)
         if keeps:
@@ -289,7 +292,7 @@ class TrainingRun:
         end_by_signal()
 
     def _train_step(self, step: int) -> dict[str, float]:
-        """Train a step, counted from 0. Returns its metrics: all of them on the rank that writes."""
+        """Train a step, which is counted from 0. Returns its metrics: all of them on the rank that writes."""
         start = time.monotonic()
         self.trace.begin_step()
         try:
@@ -305,7 +308,7 @@ class TrainingRun:
         return metrics
 
     def _say(self, text: str) -> None:
-        """Show a note and write it to the run's directory, on the rank that writes."""
+        """Show a note, and write it to the run's directory, on the rank that writes."""
         if self.observer is not None:
             text = redact(text)
             self.observer.note(text)
@@ -313,7 +316,7 @@ class TrainingRun:
             self.directory.note(text)
 
     def _check_learning(self) -> None:
-        """Check on all ranks that every role has applied the last step. Raises RunError if not."""
+        """Check that every role has been updated in the last step, on all ranks. Raises RunError if not."""
         with self.process.together():
             for trainer in self.roles.trainers.values():
                 try:
@@ -322,7 +325,7 @@ class TrainingRun:
                     raise self._stopped(error, self.steps) from None
 
     def _stopped(self, error: SkippedStepsError, step: int) -> RunError:
-        """Make the error that ends a run whose loss or gradients are not finite."""
+        """Create the error that ends a run whose loss or gradients are not finite."""
         return make_stop_error(error, step=step, rank=self.process.rank, run_dir=self.directory.path)
 
     def _collect(self, *, last: bool) -> Comparison | None:
@@ -352,7 +355,7 @@ class TrainingRun:
         self._keep_best(done, result.metrics)
 
     def _keep_best(self, done: int, metrics: Mapping[str, float]) -> None:
-        """Save the models if this is the best evaluation, and a checkpoint if it is among the best."""
+        """Save the models if this evaluation is the best so far, and a checkpoint if it is among the best."""
         best = self.evaluations.best
         if best.settings is None:
             return
@@ -373,7 +376,7 @@ class TrainingRun:
             self.checkpointer.keep_best(metrics.get(best.settings.metric, math.nan))
 
     def _saying_what_is_saved(self, error: UserCodeError) -> UserCodeError:
-        """Add to an error of the user's code what has been saved."""
+        """Add to an error of the user's code a sentence about what has been saved."""
         saved = find_saved(self.directory.path, self.trained).describe_paths()
         message = f"{error}; {saved}" if saved else str(error)
         return UserCodeError(message, error.trace, error.alone)
@@ -412,13 +415,13 @@ class TrainingRun:
 
 
 MINIBATCHES = "minibatches"
-"""Folder of the run directory with mini-batches on which training failed."""
+"""Name of the folder in the run directory for mini-batches on which training failed."""
 
 
 def make_stop_error(error: SkippedStepsError, *, step: int, rank: int, run_dir: Path) -> RunError:
-    """Make the error that ends a run, equal on all ranks, and save this rank's part of the mini-batch.
+    """Create the error that ends a run, the same on all ranks, and save this rank's part of the mini-batch.
 
-    step: the failed training step, counted from 1.
+    `step`: number of the failed training step, counted from 1.
     """
     folder = run_dir / MINIBATCHES
     kept = f"the last mini-batch is kept in {folder}"
@@ -439,8 +442,8 @@ def make_stop_error(error: SkippedStepsError, *, step: int, rank: int, run_dir: 
 def write_minibatch(file: Path, minibatch: Batch) -> None:
     """Write items with all their fields as safetensors.
 
-    A field's rows lie back to back under its name, their lengths under `FIELD.lengths`; `ids` are the items'
-    positions in the step's batch.
+    The rows of a field are stored one after the other under its name, and their lengths under `FIELD.lengths`.
+    `ids` are the positions of the items in the step's batch.
     """
     tensors = {"ids": torch.tensor(minibatch.ids)}
     for key, field in minibatch.fields.items():

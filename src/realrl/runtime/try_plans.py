@@ -1,10 +1,10 @@
 """`realrl plan --try`: run the best plans for a few steps on this machine, and keep the fastest.
 
-Successive halving measures all plans for a few steps, then the faster half for twice the number of steps, and
-so on.
+Successive halving measures all plans for a few steps, then the faster half for twice as many steps, and so on.
 
 K. Jamieson and A. Talwalkar, "Non-stochastic best arm identification and hyperparameter optimization", AISTATS
-2016. No torch.
+2016. Does not import torch.
+
 """
 
 import json
@@ -36,21 +36,21 @@ from realrl.runtime.processes.signals import Interrupted
 
 
 class TrialFailed(Exception):
-    """A plan cannot run; the text gives the reason."""
+    """A plan cannot run; the message gives the reason."""
 
 
 class OutOfTime(Exception):
-    """The time for trials is over before the run is."""
+    """The time for trials ended before the current run."""
 
 
 @dataclass
 class Trial:
-    """Runs of one plan so far."""
+    """The runs of one plan so far."""
 
     name: str
     runs: list[Comparison] = field(default_factory=list)
     failure: str = ""
-    """Why the plan failed; empty if it did not."""
+    """Why the plan failed; empty if it did not fail."""
 
     @property
     def steps(self) -> int:
@@ -59,7 +59,7 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step: medians of all runs, weighted by their steps; infinite without runs."""
+        """Seconds per step: the mean of the medians of all runs, weighted by their steps; infinite without runs."""
         return (
             sum(run.step.median * run.step.steps for run in self.runs) / self.steps
             if self.runs
@@ -69,22 +69,22 @@ class Trial:
 
 @dataclass
 class PlanTrials:
-    """Plans under trial, by name, and the plans still in the contest."""
+    """Plans that are tried, by name, and the plans that are still in the contest."""
 
     tried: dict[str, Trial]
     standing: list[str]
     complete: bool = False
-    """Whether the contest was decided; false if the time limit or the user ended it."""
+    """Whether the contest was decided. False if the time limit or the user ended it."""
 
     @classmethod
     def of(cls, names: Iterable[str]) -> "PlanTrials":
-        """Begin with these plans."""
+        """Begin a contest of these plans."""
         tried = {name: Trial(name) for name in names}
         return cls(tried, list(tried))
 
     @property
     def fastest(self) -> Trial | None:
-        """The fastest measured plan still in the contest; None before the first measurement."""
+        """The fastest measured plan that is still in the contest; None before the first measurement."""
         measured = [self.tried[name] for name in self.standing if self.tried[name].runs]
         # A plan with more runs has survived more rounds.
         return min(measured, key=lambda trial: (-len(trial.runs), trial.seconds), default=None)
@@ -95,7 +95,7 @@ class PlanTrials:
         steps: int,
         say: Callable[[Trial], None] = lambda _: None,
     ) -> None:
-        """Measure plans for `steps` steps, then more, until one is left or `measure` raises OutOfTime.
+        """Measure plans for `steps` steps, then for more, until one plan is left or `measure` raises OutOfTime.
 
         A plan for which it raises TrialFailed is dropped. `say` is called after each run.
         """
@@ -125,9 +125,9 @@ class PlanTrials:
 
 
 _END_SECONDS = 5.0
-"""Seconds that an interrupted run gets to end; this process itself has more."""
+"""Seconds that an interrupted run gets to end. They must be less than this process itself gets."""
 _LAST_LINES = 3
-"""Lines of output that are quoted if a failed run gives no reason."""
+"""Number of lines of output that are quoted if a failed run gives no reason."""
 MEASURE_ONLY = (
     "overwrite=true",
     "data.eval=null",
@@ -143,7 +143,7 @@ MEASURE_ONLY = (
 
 
 class LocalRuns:
-    """Runs of a recipe under plans by name, each in a directory of its own below `scratch`."""
+    """Runs a recipe under plans, which have names. Each run has its own directory below `scratch`."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class LocalRuns:
         scratch: Path,
         minutes: float,
     ) -> None:
-        """`arguments`: recipe and overrides, devices included. `minutes`: time for all runs, starting now."""
+        """`arguments`: recipe and overrides, including devices. `minutes`: time for all runs, starting now."""
         self._arguments = arguments
         self._plans = plans
         self._graph = graph
@@ -187,7 +187,7 @@ class LocalRuns:
             raise OutOfTime
         command = [sys.executable, "-m", "realrl", "train", *arguments]
         with output.open("w") as file:
-            # A session of its own, so that Ctrl-C reaches this process alone; it then ends the run.
+            # Start a new process session, so that Ctrl-C reaches only this process, which then ends the run.
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -206,7 +206,7 @@ class LocalRuns:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End a run with its ranks, if it is still running."""
+    """End a run and its ranks, if it is still running."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         try:
@@ -217,7 +217,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _find_reason(output: str, status: int) -> str:
-    """Find why a run failed: its error message, or its last lines of output."""
+    """Return the reason why a run failed: its error message, or its last lines of output."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     said = [line.removeprefix("realrl: ") for line in lines if line.startswith("realrl: ")]
     return said[-1] if said else f"exit status {status}: {' / '.join(lines[-_LAST_LINES:])}"
@@ -225,7 +225,7 @@ def _find_reason(output: str, status: int) -> str:
 
 _LEAST_STEPS, _MOST_STEPS = 3, 20
 _ENOUGH_SECONDS = 5.0
-"""Minimum seconds of a first measurement, unless that would take more than the most steps."""
+"""Minimum seconds of a first measurement, unless this would take more than the maximum number of steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,11 +235,11 @@ class TrialSettings:
     count: int
     """Maximum number of plans to try."""
     minutes: float
-    """Time for all runs."""
+    """Time for all runs, in minutes."""
     arguments: Sequence[str]
     """Recipe and overrides of the command."""
     cluster: str | None
-    """Cluster of the command line."""
+    """Cluster from the command line."""
     profile: str | None
     """Profile for predictions."""
 
@@ -273,7 +273,7 @@ def check_trials(experiment: Experiment, spec: ClusterSpec, *, minutes: float, c
 
 
 def choose_contenders(report: PlanReport, count: int) -> dict[str, Contender]:
-    """Choose the plans that are most probably the fastest; equal plans count once."""
+    """Choose the plans that are most likely the fastest. Equal plans count once."""
     chosen: dict[str, Contender] = {}
     ordered = sorted(report.contenders.values(), key=lambda c: (-c.outlook.fastest, c.estimate.step_seconds))
     for contender in ordered:
@@ -314,7 +314,7 @@ def find_fastest_plan(report: PlanReport, trials: PlanTrials) -> Plan:
 
 
 def remember_trials(trials: PlanTrials, path: Path) -> None:
-    """Calibrate the profile in a file with the measured steps, for later predictions."""
+    """Calibrate the profile in a file by the measured steps, for later predictions."""
     profile = Profile.load(path)
     for trial in trials.tried.values():
         for run in trial.runs:
@@ -323,7 +323,7 @@ def remember_trials(trials: PlanTrials, path: Path) -> None:
 
 
 def _name_devices(spec: ClusterSpec, settings: TrialSettings) -> list[str]:
-    """Make the overrides that name the planned devices and the profile."""
+    """Write the overrides that set the planned devices and the profile."""
     found = [f"device={'cpu' if spec.groups[0].device.cpu else 'cuda'}"]
     found.append(f"cluster={json.dumps(settings.cluster or str(spec.cluster))}")
     if settings.profile is not None:

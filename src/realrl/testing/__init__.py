@@ -1,4 +1,4 @@
-"""Checks of your own algorithms and model families, and tiny models and records to check them with."""
+"""Check your own algorithms and model families, with tiny models and made-up records."""
 
 from realrl.families.config_json import check_writing
 from realrl.families.family import check_family

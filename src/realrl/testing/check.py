@@ -24,7 +24,7 @@ from realrl.testing.ranks import RanksFailure, run_on_ranks, sampled
 from realrl.testing.shrink import shrink_recipe
 
 WHOLE, SMALL = 4096, 48
-"""Tokens of micro-batches: enough for all items of a step, or for two or three of them."""
+"""Sizes of micro-batches in tokens. `WHOLE` is enough for all items of a step, `SMALL` for two or three."""
 
 
 def check_algorithm(
@@ -36,23 +36,22 @@ def check_algorithm(
     tolerance: float = 1e-4,
     processes: int = 4,
 ) -> None:
-    """Check the algorithm of a recipe on tiny models, in processes of this machine; CheckFailure at the first
-    mistake.
+    """Check the algorithm of a recipe on tiny models, in processes on this machine.
 
-    Models are replaced by tiny ones with random weights. Records are replaced by `records`, or by made-up ones of
-    the algorithm's form. Lengths, batch and optimizer become small. Settings of the algorithm, its reward and its
-    sampling stay. `overrides` (`a.b=value`, as on the command line) come last, except those of models. `directory`
-    is for files.
+    Raises CheckFailure at the first mistake. Models are replaced by tiny ones with random weights. Records are
+    replaced by `records`, or by made-up records of the algorithm's form. Lengths, batch and optimizer become small.
+    Settings of the algorithm, reward and sampling stay as in the recipe. `overrides` (`a.b=value`, as on the
+    command line) come last, except those of models. Files are written into `directory`.
 
-    1. The description agrees with graphs and methods, and every call has a method.
+    1. The algorithm's description agrees with its graphs and methods, and every call has a method.
     2. Programs of all presets on clusters of 1 to 8 devices cannot deadlock, and every call finds its data.
-    3. Two training steps and evaluations give the same metrics, to `tolerance`, in one process and in several:
-       symmetric, two TP ranks, two pipeline stages, and roles on devices of their own. At most `processes` are
-       started; if there are more roles, only training is apart from the rest. Small micro-batches give the same
-       metrics too.
-    4. So does a run whose algorithm is rebuilt after each step: `load_state_dict` gets what `state_dict` saved on
-       the first rank of the first train call. Weights and optimizer continue, because they are not the
-       algorithm's.
+    3. Two training steps and evaluations give the same metrics, within `tolerance`, in one process and in several.
+       The plans with several processes are: symmetric, two TP ranks, two pipeline stages, and each role on its own
+       devices. At most `processes` are started. If there are more roles than processes, only training gets its own
+       devices. Small micro-batches give the same metrics too.
+    4. A run whose algorithm is rebuilt after each step also gives the same metrics. `load_state_dict` receives what
+       `state_dict` returned on the first rank of the first train call. Weights and optimizer state are kept,
+       because they do not belong to the algorithm.
     """
     place = Path(directory).resolve()
     place.mkdir(parents=True, exist_ok=True)
@@ -89,7 +88,7 @@ class _Run:
         return self.recipe.with_suffix("")
 
     def write(self, settings: Mapping[str, Any], graph: DataflowGraph) -> None:
-        """Write its recipe, and its plan file if it has a plan."""
+        """Write the recipe of this run, and the plan file if it has a plan."""
         given = {"run_dir": str(self.directory), "micro_batch_tokens": self.micro_batch_tokens}
         if self.plan is not None:
             file = self.recipe.with_suffix(".plan.yaml")
@@ -99,8 +98,10 @@ class _Run:
 
 
 def _check_programs(experiment: Experiment, graph: DataflowGraph) -> None:
-    """Compile the recipe under many plans, which validates the programs. Its batch is enlarged to suffice for all
-    of them."""
+    """Compile the recipe under many plans, which validates the programs.
+
+    The batch is enlarged so that it suffices for all of these plans.
+    """
     most = max(cluster.size for cluster in CLUSTERS)
     data = experiment.data.model_copy(update={"batch": experiment.data.batch * most})
     experiment = experiment.model_copy(update={"data": data})
@@ -114,7 +115,7 @@ def _check_programs(experiment: Experiment, graph: DataflowGraph) -> None:
 
 
 def _list_runs(graph: DataflowGraph, place: Path, processes: int) -> list[_Run]:
-    """List the runs of a check. The others are compared with the first."""
+    """List the runs of a check. All other runs are compared with the first."""
     runs = [
         _Run(name="one process", recipe=place / "alone.yaml"),
         _Run(
@@ -146,7 +147,7 @@ def _list_runs(graph: DataflowGraph, place: Path, processes: int) -> list[_Run]:
 
 
 def _execute(runs: Sequence[_Run]) -> None:
-    """Run all recipes of one size in the same processes."""
+    """Run recipes that need the same number of processes, in the same processes."""
     recipes = [run.recipe for run in runs]
     try:
         run_on_ranks(runs[0].size, recipes, renewed=[run.recipe for run in runs if run.renewed])
@@ -175,7 +176,7 @@ CLUSTERS = (Cluster(1, 1), Cluster(1, 2), Cluster(1, 4), Cluster(2, 2), Cluster(
 
 @dataclass(frozen=True)
 class Case:
-    """A plan, with its name in failures."""
+    """A plan, and its name in failure messages."""
 
     name: str
     plan: Plan
@@ -190,8 +191,10 @@ def make_uniform_plan(
     zero: int = 1,
     micro_batch_tokens: int,
 ) -> Plan:
-    """Make the plan that runs all calls on all devices under one strategy; functions run on all hosts. Calls that
-    do not support the stage of ZeRO, such as generation, have stage 1."""
+    """Make the plan that runs all calls on all devices with one strategy; functions run on all hosts.
+
+    Calls that do not support the ZeRO stage `zero`, such as generation, use stage 1.
+    """
     everywhere = Mesh(0, cluster.size)
     plain = Strategy(dp=cluster.size // (tp * pp), tp=tp, pp=pp, micro_batch_tokens=micro_batch_tokens)
     stages = {Kind.TRAIN: zero, Kind.INFERENCE: 1 if zero == 2 else zero}
@@ -205,8 +208,8 @@ def make_uniform_plan(
 
 
 def list_run_cases(graph: DataflowGraph, micro_batch_tokens: int, most: int) -> Iterator[Case]:
-    """List the plans to train under: symmetric, two TP ranks, two pipeline stages, and roles on devices of their
-    own. If the last one needs more than `most` devices, it only separates training from the rest."""
+    """List the plans to train under: symmetric, two TP ranks, two pipeline stages, and each role on its own
+    devices. If the last plan needs more than `most` devices, only training gets its own devices."""
     two = Cluster(1, 2)
     yield Case("symmetric", PRESETS["symmetric"](graph, two, micro_batch_tokens, {}))
     for name in ("tp", "pp"):

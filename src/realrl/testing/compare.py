@@ -11,8 +11,10 @@ from realrl.runtime.measure.metric_names import PERFORMANCE
 
 
 class CheckFailure(AssertionError):
-    """A check that an algorithm fails. Its message says under which plan, and which metric differs with both
-    values."""
+    """An algorithm failed a check.
+
+    The message names the plan, and the metric that differs with both of its values.
+    """
 
 
 ABSOLUTE = 0.1
@@ -20,7 +22,7 @@ ABSOLUTE = 0.1
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Read the lines of metrics.jsonl, without metrics of performance."""
+    """Read the lines of metrics.jsonl, without performance metrics."""
     lines = [json.loads(line) for line in (run_dir / METRICS).read_text().splitlines()]
     return [{**line, "metrics": _learnt(line["metrics"])} for line in lines]
 
@@ -30,8 +32,10 @@ def _learnt(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def compare_runs(run: Path, reference: Path, *, name: str, than: str, tolerance: float) -> None:
-    """Compare metrics of every step, and the saved state, with those of another run; CheckFailure if they differ.
-    `name` and `than` name both runs in the failure."""
+    """Compare the metrics of every step, and the saved state, with those of another run.
+
+    Raises CheckFailure if they differ. Its message calls the two runs `name` and `than`.
+    """
     for ours, theirs in zip(read_metrics(run), read_metrics(reference), strict=True):
         step = ours["step"]
         where = f"{name}: step {step}" if ours["kind"] == "train" else f"{name}: evaluation after step {step}"

@@ -1,4 +1,4 @@
-"""Run a compiled kernel once, so that processes forked from this one need not load the compiler's tables."""
+"""Run a compiled kernel once, so that processes forked from this one need not load the compiler's tables again."""
 
 import torch
 

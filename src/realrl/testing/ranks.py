@@ -1,5 +1,7 @@
-"""Run recipes in processes of this machine. Each set of ranks is started once and runs one recipe after the
-other."""
+"""Run recipes in processes of this machine.
+
+Each set of ranks is started once and runs one recipe after the other.
+"""
 
 import json
 import multiprocessing
@@ -28,8 +30,8 @@ from realrl.runtime.worker import worker
 from realrl.testing.compare import CheckFailure
 
 Tokens = dict[str, list[list[int]]]
-"""`step/item` -> sequences generated for it, and `step/item prompt` -> the number of prompt tokens in each.
-Evaluations have the number of their step."""
+"""Sequences that were generated for an item, by `step/item`. With the key `step/item prompt`: the number of prompt
+tokens in each sequence. An evaluation has the number of its step."""
 
 PRELOADED = (
     "realrl.testing.compiled",
@@ -39,18 +41,18 @@ PRELOADED = (
     "realrl.algorithms.policy_gradient",
     __name__,
 )
-"""Modules that the fork server imports, so that processes have them when they start."""
+"""Modules that the fork server imports once, so that the processes that it starts need not."""
 PATIENCE = 60.0
-"""Seconds per recipe after which a run counts as hanging."""
+"""Seconds per recipe. A run that takes longer counts as hanging."""
 
 
 class Silent:
-    """Observer of a run that ignores everything."""
+    """Observer of a run that ignores all events."""
 
     ends = False
 
     def begin(self, *_: object) -> None:
-        """Ignore it."""
+        """Ignore the event."""
 
     costs = note = record = end = begin
 
@@ -64,7 +66,7 @@ class RanksFailure(CheckFailure):
 
 
 class RenewedRun(TrainingRun):
-    """Run that rebuilds its algorithm after each step from the state that it saves; weights and optimizer stay."""
+    """A run that rebuilds its algorithm from its saved state after each step. Weights and optimizer state stay."""
 
     def _train_step(self, step: int) -> dict[str, float]:
         metrics = super()._train_step(step)
@@ -85,15 +87,17 @@ def run_on_ranks(
     evaluated: Collection[Path] = (),
     prepare: Callable[[], None] | None = None,
 ) -> None:
-    """Run recipes of `size` devices each. Each rank writes the generated tokens beside the recipe, for `sampled`.
+    """Run recipes that need `size` devices each.
 
-    For recipes in `renewed`, the algorithm is rebuilt after each step from its `state_dict`. Recipes in
-    `evaluated` are not trained but evaluated into RUN_DIR/eval, like `realrl eval`. Raises RanksFailure for the
+    Each rank writes the tokens that it generates to a file beside the recipe, which `sampled` reads.
+
+    For recipes in `renewed`, the algorithm is rebuilt after each step from its `state_dict`. Recipes in `evaluated`
+    are evaluated instead of trained, like `realrl eval`; results go to RUN_DIR/eval. Raises RanksFailure for the
     first recipe that fails.
     """
     set_library_defaults()
     context = multiprocessing.get_context("forkserver")
-    # The server imports them once, rather than each process.
+    # The server imports these modules once, so that the processes need not.
     context.set_forkserver_preload([*PRELOADED])
     arguments = [(str(recipe), recipe in renewed, recipe in evaluated) for recipe in recipes]
     processes = [context.Process(target=_rank, args=(rank, size, arguments, prepare)) for rank in range(size)]
@@ -156,7 +160,7 @@ def _rank(
 
 
 def _run(rank: int, recipe: Path, *, renewed: bool, evaluated: bool) -> None:
-    """Run one recipe, and write down the generated tokens."""
+    """Run one recipe, and write the generated tokens to a file."""
     tokens: Tokens = {}
 
     def watched(*args: Any, **kwargs: Any) -> Any:

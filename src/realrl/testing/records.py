@@ -1,4 +1,4 @@
-"""Made-up records of every form: short opinions."""
+"""Made-up records of every form. Their texts are short opinions."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def list_sentences() -> list[str]:
 
 
 def make_up_records(form: str) -> list[dict[str, Any]]:
-    """Make records of a form in `recipe.forms.FORMS`, with all fields that its keys can use."""
+    """Make up records of a form in `recipe.forms.FORMS`, with all fields that the form's keys can use."""
     return _MAKERS[form]()
 
 

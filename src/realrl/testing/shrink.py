@@ -33,7 +33,8 @@ SHAPE: Mapping[str, Any] = {
 }
 """Sizes of a tiny model, which two TP ranks or two pipeline stages can divide."""
 STEPS = 2
-"""Training steps; the second one starts from the weights and the state that the first one left."""
+"""Number of training steps. There are two, so that the second one starts from the weights and state of the
+first."""
 BATCH = 8
 PROMPT_TOKENS, NEW_TOKENS, LONGEST = 32, 8, 96
 OPTIMIZER: Mapping[str, Any] = {"lr": 1e-3, "eps": 1e-5, "schedule": "constant"}
@@ -49,8 +50,8 @@ def shrink_recipe(
 ) -> dict[str, Any]:
     """Write tiny models and `records` into `directory`, and return the settings of a recipe that uses them.
 
-    Without `records`, some of the algorithm's form are made up. Settings of the algorithm, its reward and its
-    sampling stay, except lengths. `overrides` come last.
+    Without `records`, records of the algorithm's form are made up. Settings of the algorithm, reward and sampling
+    stay as in the experiment, except lengths. `overrides` come last.
     """
     spec = experiment.spec
     kept = make_up_records(spec.form) if records is None else list(records)
@@ -87,7 +88,7 @@ def shrink_recipe(
             "min_new_tokens": 0,
             "stop_token_ids": None,
         }
-    # Overrides of models are in the experiment already, and they would not fit the tiny models.
+    # Overrides of models are left out, because they would not fit the tiny models.
     return apply_overrides(settings, [o for o in overrides if not o.strip().startswith("models.")])
 
 
@@ -96,8 +97,8 @@ def _write_models(
 ) -> dict[str, Any]:
     """Write a model for each role, and return the settings of all models.
 
-    Each role starts from weights of its own. If actor and reference were equal, rewards would be 0 but for
-    rounding, and metrics that count their signs would differ between plans.
+    Each role gets different weights. If actor and reference were equal, rewards would be 0 except for rounding
+    errors. Metrics that count the signs of rewards would then differ between plans.
     """
     models: dict[str, Any] = dict.fromkeys(spec.roles)
     for number, (role, of) in enumerate(spec.roles_of(experiment).items()):
@@ -117,8 +118,10 @@ def _write_models(
 def save_model(
     directory: Path, head: Head, tokenizer: Any, sizes: Mapping[str, Any] = SHAPE, *, seed: int = 3
 ) -> None:
-    """Save a model of random weights with its tokenizer, as a Hugging Face directory. Weights are larger than
-    usual initial ones, so that predictions depend on every layer."""
+    """Save a model of random weights with its tokenizer, as a Hugging Face directory.
+
+    The weights are larger than usual initial weights, so that predictions depend on every layer.
+    """
     shape = ModelShape.model_validate({**sizes, "init_std": 0.2})
     tensors = model_tensors(shape, head)
     buffer = FlatBuffer(tensors, torch.float32, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Examination of a machine, or of all nodes of a run, for what would stop a run or slow it down. No torch."""
+"""Examine a machine, or all nodes of a run, for what would stop a run or slow it down. Imports no torch."""
 
 import os
 import socket
@@ -42,27 +42,27 @@ if TYPE_CHECKING:
     from realrl.runtime.processes.process import Process
 
 SECONDS, RANK_SECONDS = 10.0, 40.0
-"""Most seconds for the checks of a machine, and for its ranks to meet and measure."""
+"""Maximum seconds for the checks of a machine, and for its ranks to meet and measure."""
 _RANKS_WITHOUT_RECIPE = 2
-"""Processes that exchange messages on a machine without GPUs, if no recipe says how many there are."""
+"""Number of processes that exchange messages on a machine without GPUs, if no recipe sets it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """Subject of an examination: devices, and the recipe and the directory of a run if they are given."""
+    """What is examined: devices, and the recipe and the directory of a run if they are given."""
 
     cluster: Cluster
     ranks: int
-    """Processes on this machine."""
+    """Number of processes on this machine."""
     device: Literal["auto", "cpu", "cuda"]
     run_dir: Path
     experiment: Experiment | None
     job: Job | None
-    """The recipe's plan and memory, unless its plan is searched for later, or it has a mistake."""
+    """The recipe's plan and memory. None if the plan is searched for later, or the recipe has a mistake."""
     spec: ClusterSpec | None
     """The planner's figures of the devices, if the user names their kind."""
     gpus: Sequence[Mapping[str, str]]
-    """GPUs of this machine that may be used, see `list_gpus`."""
+    """GPUs of this machine that may be used, as `list_gpus` returns them."""
     driver_error: str
     recipe_error: str
 
@@ -72,7 +72,7 @@ def find_subject(
 ) -> Subject:
     """Find out what to examine. Raises UserError for a wrong cluster.
 
-    launched: the node of this process, if a launcher started the process as part of a group.
+    `launched`: the node of this process, if a launcher started the process as part of a group.
     """
     device = "auto" if experiment is None else experiment.device
     text = cluster or ("auto" if experiment is None else experiment.cluster)
@@ -108,7 +108,7 @@ def find_subject(
 
 
 def find_launched(environment: Mapping[str, str]) -> NodePlace | None:
-    """Find the node of this process among those of a launcher; None if no launcher says where ranks meet.
+    """Find the node of this process among the nodes of a launcher; None if no launcher sets where ranks meet.
 
     Raises UserError for variables that are not numbers.
     """
@@ -125,7 +125,7 @@ def find_launched(environment: Mapping[str, str]) -> NodePlace | None:
 
 
 def examine_locally(subject: Subject) -> list[Finding]:
-    """Examine this machine, with processes of its own that measure as the ranks of a run would."""
+    """Examine this machine. Local processes are started that measure as the ranks of a run would."""
     measured = Measured()
 
     def measure() -> None:
@@ -152,12 +152,13 @@ def _list_checks(subject: Subject) -> list[tuple[str, Callable[[], Said]]]:
 
 
 def count_checkpoint_bytes(job: Job | None) -> int | None:
-    """Count the bytes of a checkpoint with all that a resumed run needs; None if a model's sizes are not known."""
+    """Count the bytes of a checkpoint that has all that a resumed run needs; None if a model's sizes are not
+    known."""
     if job is None or job.unknown:
         return None
     total = 0
     for stored in job.models.stored.values():
-        # Two moments, and a master copy of parameters of lower precision, in float32.
+        # Two moments and, if parameters have lower precision, a master copy, all in float32.
         states = 2 + (stored.element_bytes < 4)
         for parameters in stored.sets.values():
             if parameters.trainable:
@@ -167,7 +168,7 @@ def count_checkpoint_bytes(job: Job | None) -> int | None:
 
 
 def judge_ranks(subject: Subject, measured: Measured) -> list[Finding]:
-    """Judge what ranks have measured, and the recipe by the devices that they have."""
+    """Judge the measurements of the ranks, and check the recipe with the devices that the ranks have."""
     here = _find_here(subject, measured.torch)
     spec = subject.spec or _guess_spec(subject.cluster, here)
     torch, experiment = measured.torch, subject.experiment
@@ -185,7 +186,8 @@ def judge_ranks(subject: Subject, measured: Measured) -> list[Finding]:
 
 
 def check_torch(torch: Mapping[str, Any], subject: Subject) -> Said:
-    """Compare the GPUs that torch finds (`describe_torch`) with those of the driver, and with the ranks here."""
+    """Compare the GPUs that torch finds (`describe_torch`) with those that the driver lists, and with the local
+    ranks."""
     name, listed, seen = f"torch {torch['torch']}", len(subject.gpus), len(torch["devices"])
     if subject.device == "cpu" or not (seen or listed or subject.device == "cuda"):
         yield "ok", f"{name} computes on CPUs"
@@ -204,7 +206,7 @@ def check_torch(torch: Mapping[str, Any], subject: Subject) -> Said:
 
 
 def _find_here(subject: Subject, torch: Mapping[str, Any] | None) -> Here | None:
-    """Find what ranks compute with; None if no rank could say it."""
+    """Find the kind of device that ranks compute on; None if no rank could report it."""
     if subject.device == "cpu":
         return "cpu"
     if torch is None:
@@ -223,7 +225,7 @@ def _guess_spec(cluster: Cluster, here: Here | None) -> ClusterSpec | None:
 
 
 def _check_fit(experiment: Experiment, subject: Subject, here: Here | None) -> Said:
-    """Check that a recipe fits the devices, as `realrl train` would. here: the device, if it is known."""
+    """Check that a recipe fits the devices, like `realrl train`. `here`: the device, if it is known."""
     if subject.recipe_error:
         yield "problem", subject.recipe_error
     job = subject.job
@@ -242,8 +244,8 @@ def _check_fit(experiment: Experiment, subject: Subject, here: Here | None) -> S
 
 
 def _try_functions(experiment: Experiment) -> Said:
-    """Load the functions of a recipe, and try its verifiers, as a run would before it starts."""
-    # It needs torch, and the other checks must not.
+    """Load the functions of a recipe, and try its verifiers, like a run before its start."""
+    # This import needs torch, which the other checks must not import.
     from realrl.runtime.prepare.inputs import check_functions
 
     names = check_functions(experiment)
@@ -252,9 +254,9 @@ def _try_functions(experiment: Experiment) -> Said:
 
 
 def examine_together(subject: Subject) -> list[Finding]:
-    """Examine every node by its first rank, and links by all ranks; rank 0 has all findings.
+    """Examine every node on its first rank, and links on all ranks. Rank 0 returns all findings.
 
-    If ranks do not meet in time, each has the findings of its own node. A thread may then be left behind.
+    If ranks do not meet in time, each returns the findings of its own node. A thread may then keep waiting.
     """
     from realrl.runtime.processes.process import connect
 

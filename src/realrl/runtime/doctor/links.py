@@ -1,4 +1,4 @@
-"""Links between ranks: local processes that measure them, and a comparison with the planner's figures. No torch."""
+"""Measure links between ranks in local processes, and compare them with the planner's figures. Imports no torch."""
 
 import json
 import os
@@ -16,35 +16,35 @@ from realrl.runtime.doctor.machine import Said
 from realrl.runtime.processes.environment import LAUNCHER_VARIABLE, STORE_VARIABLE
 
 _MOST_RANKS = 16
-"""Processes that are started at most: enough to tell whether more would work."""
+"""Maximum number of processes that are started. They are enough to find out whether more would work."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A link as measured."""
+    """A measured link between ranks."""
 
     name: str
     between_nodes: bool
     bytes_per_s: float
-    """Speed of a large message, or of what each GPU sends in a large all-reduce."""
+    """Speed of a large message, or the speed at which each GPU sends in a large all-reduce."""
     round_trip: float = 0.0
-    """Seconds of a small message there and back."""
+    """Seconds that a small message takes to another rank and back."""
     nccl: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What ranks have found."""
+    """What ranks have measured."""
 
     torch: Mapping[str, Any] | None = None
-    """What `describe_torch` gives; None if no process could load torch."""
+    """What `describe_torch` returned; None if no process could load torch."""
     links: Sequence[Link] = ()
     error: str = ""
-    """Reason why there is nothing more."""
+    """Why further measurements are missing."""
 
 
 def measure_locally(ranks: int, device: str, seconds: float) -> Measured:
-    """Start a process per rank, at most 16, and wait at most `seconds` for what they find."""
+    """Start a process for each rank, at most 16, and wait at most `seconds` for their measurements."""
     ranks = min(ranks, _MOST_RANKS)
     with tempfile.TemporaryDirectory(prefix="realrl-doctor-") as scratch:
         file, log = Path(scratch) / "found.json", Path(scratch) / "log"
@@ -87,13 +87,13 @@ def measure_locally(ranks: int, device: str, seconds: float) -> Measured:
 
 
 def judge_links(measured: Measured, spec: ClusterSpec | None) -> Said:
-    """Compare measured links with those that plans are predicted with; spec: None for devices of unknown kind."""
+    """Compare measured links with the links that predictions assume. `spec`: None for devices of unknown kind."""
     if measured.error:
-        # Virtual machines and PCIe switches may lose messages between GPUs.
+        # Virtual machines and PCIe switches sometimes lose messages between GPUs.
         gpus = measured.torch is not None and measured.torch["devices"]
         advice = "; try NCCL_P2P_DISABLE=1, and NCCL_DEBUG=INFO says more" if gpus else ""
         yield "problem", measured.error + advice
-    # Plans for GPUs predict nothing of gloo.
+    # Predictions for GPUs do not use gloo's links.
     used = [link for link in measured.links if link.nccl] or measured.links
     for between in (False, True):
         links = [link for link in used if link.between_nodes == between]
@@ -111,7 +111,7 @@ def judge_links(measured: Measured, spec: ClusterSpec | None) -> Said:
         else:
             assumed = min(group.device.link_bytes_per_s for group in spec.groups)
         text += f"; plans are predicted with {assumed / 1e9:.3g} GB/s"
-        # A short measurement is rough.
+        # Allow for a factor of 4, because a short measurement is rough.
         if slowest.bytes_per_s < assumed / 4:
             advice = "check the links, or measure them with `realrl profile` and name its file in profile"
             yield "warning", f"{text}; {advice}"

@@ -1,4 +1,4 @@
-"""Checks of this machine that need no other process: versions, GPUs, limits and disk. No torch."""
+"""Checks of this machine that need no other process: versions, GPUs, limits and disk. Does not import torch."""
 
 import csv
 import hashlib
@@ -26,7 +26,8 @@ from realrl.config.values import format_bytes
 from realrl.runtime.prepare.host import describe_crowd, free_group_threads
 
 Status = Literal["ok", "warning", "problem", "unknown"]
-"""`problem`: a run will fail or lose something; `warning`: it may, or be slow; `unknown`: the check failed."""
+"""`problem`: a run will fail or lose something. `warning`: a run may fail or be slow. `unknown`: the check
+failed."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +38,17 @@ class Finding:
     status: Status
     text: str
     node: str = ""
-    """Host that the finding is about, if several nodes are examined."""
+    """Host to which the finding applies, if several nodes are examined."""
 
 
 Said = Iterator[tuple[Status, str]]
-"""Statuses and texts that a check yields. A UserError that it raises is a problem."""
+"""Statuses and texts that a check yields. A UserError that the check raises counts as a problem."""
 
 
 def run_checks(
     checks: Sequence[tuple[str, Callable[[], Iterable[tuple[Status, str]] | None]]], seconds: float
 ) -> list[Finding]:
-    """Run checks in threads, so that a check that fails or hangs does not end the others."""
+    """Run checks in threads, so that a check that fails or hangs does not stop the other checks."""
     found: list[list[Finding]] = [[] for _ in checks]
 
     def run(place: int) -> None:
@@ -74,11 +75,11 @@ def run_checks(
 
 
 def check_versions() -> Said:
-    """Compare installed packages with the requirements of this one."""
+    """Compare the versions of installed packages with the requirements of this package."""
     for text in requires("realrl") or ():
         requirement = Requirement(text)
         name, wanted, have = requirement.name, requirement.specifier, _find_version(requirement.name)
-        # Markers hold for other systems, or for extras, which the checks of a recipe ask for.
+        # Skip requirements for other systems, and for extras, which the checks of a recipe cover.
         if requirement.marker is not None and not requirement.marker.evaluate():
             continue
         if have is None:
@@ -97,7 +98,7 @@ def _find_version(name: str) -> str | None:
 
 
 def describe_node(torch: Mapping[str, Any]) -> dict[str, str]:
-    """Describe the properties that all nodes must share. torch: from `describe_torch`."""
+    """Describe the properties that all nodes must share. `torch`: the result of `describe_torch`."""
     digest = hashlib.sha256()
     root = Path(__file__).parents[2]
     for file in sorted(root.rglob("*.py")):
@@ -112,7 +113,7 @@ def describe_node(torch: Mapping[str, Any]) -> dict[str, str]:
 
 
 def compare_nodes(nodes: Mapping[str, Mapping[str, str]]) -> Said:
-    """Compare what `describe_node` gives on each host."""
+    """Compare what `describe_node` returned on each host."""
     for name in next(iter(nodes.values())):
         hosts: dict[str, list[str]] = {}
         for host, node in nodes.items():
@@ -130,7 +131,7 @@ _QUERY = (
 
 
 def list_gpus(environment: Mapping[str, str] = os.environ) -> list[dict[str, str]]:
-    """Ask nvidia-smi for the GPUs that CUDA_VISIBLE_DEVICES leaves to this process, each by the names of `_QUERY`.
+    """Ask nvidia-smi for the GPUs that CUDA_VISIBLE_DEVICES leaves to this process. Keys are the names in `_QUERY`.
 
     The list is empty without nvidia-smi. Raises UserError if the driver does not answer.
     """
@@ -152,19 +153,20 @@ def list_gpus(environment: Mapping[str, str] = os.environ) -> list[dict[str, str
         return gpus
     if all(part.lstrip("-").isdecimal() for part in listed):
         return [gpu for gpu in gpus if gpu["index"] in listed]
-    # The variable names GPUs by UUID, which the query does not ask for.
+    # The variable may name GPUs by UUID, which the query does not request, so only their number counts.
     return gpus[: len(listed)]
 
 
 def check_gpus(gpus: Sequence[Mapping[str, str]], driver_error: str = "") -> Said:
-    """Look for memory errors, MIG slices and other users of GPUs, and for what Triton needs to launch kernels."""
+    """Look for memory errors, MIG slices and other users of GPUs, and for the tools that Triton needs to launch
+    kernels."""
     if driver_error:
         yield "problem", driver_error
     if gpus:
         names, first = ", ".join(sorted({gpu["name"] for gpu in gpus})), gpus[0]
         yield "ok", f"{len(gpus)} x {names}, {first['memory.total']} MiB, driver {first['driver_version']}"
     for gpu in gpus:
-        # MiB. Figures that a GPU does not have are `[N/A]`.
+        # Figures are in MiB, or `[N/A]` if a GPU does not have them.
         used, total, errors = (int(gpu[name]) if gpu[name].isdecimal() else 0 for name in _FIGURES)
         name = f"GPU {gpu['index']}"
         if errors:
@@ -185,7 +187,8 @@ _FIGURES = ("memory.used", "memory.total", "ecc.errors.uncorrected.volatile.tota
 def check_limits(ranks: int, world: int, gpus: int, root: Path = Path("/")) -> Said:
     """Compare limits of this machine with what its ranks may need.
 
-    ranks: processes on this machine, of `world` in all. root: where Linux has its files.
+    `ranks`: number of processes on this machine, of `world` in all. `root`: directory with Linux's files, for
+    tests.
     """
     crowd = describe_crowd(ranks)
     if crowd is not None:
@@ -195,7 +198,7 @@ def check_limits(ranks: int, world: int, gpus: int, root: Path = Path("/")) -> S
         text = f"{format_bytes(locked)} may be locked in memory, and InfiniBand needs more"
         yield "warning", f"{text}; raise it (ulimit -l unlimited)"
     shared, free = root / "dev/shm", _count_free(root / "dev/shm")
-    # NCCL has up to 128 MiB of shared memory for each GPU.
+    # NCCL uses up to 128 MiB of shared memory for each GPU.
     if gpus > 1 and free < gpus << 27:
         text = f"{format_bytes(free)} are free in {shared}, and NCCL may need {format_bytes(gpus << 27)}"
         yield "problem", f"{text}; start the container with --shm-size=8g or --ipc=host"
@@ -208,20 +211,20 @@ def check_limits(ranks: int, world: int, gpus: int, root: Path = Path("/")) -> S
     )
     for what, have, need, remedy in rows:
         if have is not None and have < need:
-            # Needs are generous: a run with a little less may work.
+            # The estimated needs are generous, so a run with a little less may work.
             status: Status = "problem" if 4 * have < need else "warning"
             yield status, f"{have} {what}, and {ranks} ranks of {world} may need {need}; raise it ({remedy})"
     yield "ok", ", ".join(f"{'any' if have is None else have} {what}" for what, have, *_ in rows)
 
 
 def _soft_limit(kind: int) -> int | None:
-    """Read a limit of this process; None if there is none."""
+    """Return a limit of this process; None if it is unlimited."""
     limit = resource.getrlimit(kind)[0]
     return None if limit == resource.RLIM_INFINITY else limit
 
 
 def _count_free(folder: Path) -> int:
-    """Count the free bytes of a file system; none if it is not there."""
+    """Count the free bytes of a file system; 0 if the folder does not exist."""
     if not folder.is_dir():
         return 0
     room = os.statvfs(folder)
@@ -229,9 +232,9 @@ def _count_free(folder: Path) -> int:
 
 
 def check_disk(run_dir: Path, need: int | None) -> Said:
-    """Try to write into the directory of the run, and measure its room and speed. Leaves nothing behind.
+    """Try to write into the directory of the run, and measure free space and speed. Removes all that it writes.
 
-    need: bytes of a checkpoint with all that a resumed run needs, if they are known.
+    `need`: bytes of a checkpoint that has all that a resumed run needs, if known.
     """
     nearest = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
     if not nearest.is_dir():
@@ -259,7 +262,10 @@ def check_disk(run_dir: Path, need: int | None) -> Said:
 
 
 def _measure_writing(folder: Path) -> float:
-    """Write a file that nobody sees, 64 MiB or for 2 s, until it is on disk: bytes per second."""
+    """Return the speed of writing in bytes per second.
+
+    Writes an unnamed file, 64 MiB or for 2 s, until it is on disk.
+    """
     part = os.urandom(4 << 20)
     with tempfile.NamedTemporaryFile(dir=folder, buffering=0) as file:
         start, written = time.monotonic(), 0

@@ -1,7 +1,7 @@
-"""Measurements by the ranks of a run: what torch finds, and links between ranks.
+"""Measurements on the ranks of a run: the devices that torch finds, and the links between ranks.
 
-Usage: python -m realrl.runtime.doctor.ranks FILE DEVICE, as a rank of a launcher. Rank 0 writes FILE
-twice: with the versions and GPUs of torch as soon as torch is loaded, and with the links.
+Usage: python -m realrl.runtime.doctor.ranks FILE DEVICE, as a rank of a launcher. Rank 0 writes FILE twice: first
+with torch's versions and GPUs as soon as torch is loaded, and again with the links.
 """
 
 import json
@@ -25,12 +25,12 @@ from realrl.runtime.processes.process import Process, connect
 from realrl.runtime.supervision.orphans import end_with_launcher
 
 _LARGE, _LARGE_ON_GPU = 8 << 20, 128 << 20
-"""Bytes of messages whose speed is measured."""
+"""Bytes of the messages that measure speed, on CPUs and on GPUs."""
 _MOST_PEERS = 16
 
 
 def describe_torch() -> dict[str, Any]:
-    """Describe this process's torch: versions, and names and bytes of its GPUs."""
+    """Describe torch in this process: its versions, and names and memory in bytes of its GPUs."""
     error, devices = "", []
     try:
         for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
@@ -49,7 +49,7 @@ def describe_torch() -> dict[str, Any]:
 
 
 def measure_links(process: Process) -> list[Link]:
-    """Measure links of rank 0, and of all GPUs, on all ranks together; rank 0 has the figures."""
+    """Measure the links of rank 0, and those of all GPUs. All ranks call this together; rank 0 gets the results."""
     with process.together():
         _compute(process)
     everyone: list[tuple[str, int]] = process.gather((socket.gethostname(), find_node_place().node))
@@ -71,7 +71,10 @@ def measure_links(process: Process) -> list[Link]:
 
 
 def _compute(process: Process) -> None:
-    """Compute something; UserError if this torch has no kernels for the GPU, or others keep it from working."""
+    """Compute something.
+
+    Raises UserError if this torch has no kernels for the GPU, or if other users block the GPU.
+    """
     try:
         torch.ones(1024, device=process.device).sum().item()
     except RuntimeError as error:
@@ -83,7 +86,7 @@ def _compute(process: Process) -> None:
 
 
 def _exchange(process: Process, other: int, size: int, rounds: int) -> float:
-    """Send a message of `size` bytes from rank 0 to another rank and back: the shortest time in seconds.
+    """Send a message of `size` bytes from rank 0 to another rank and back. Returns the shortest time in seconds.
 
     Both ranks call this.
     """
@@ -99,7 +102,7 @@ def _exchange(process: Process, other: int, size: int, rounds: int) -> float:
 
 
 def _reduce(process: Process) -> float:
-    """Measure an all-reduce of all GPUs: bytes per second that each of them sends."""
+    """Measure an all-reduce over all GPUs. Returns the bytes per second that each GPU sends."""
     values = torch.zeros(_LARGE_ON_GPU // 4, device=process.device)
     everyone = tuple(range(process.world))
     group = process.groups({everyone: frozenset({"data"})})[everyone]
@@ -110,12 +113,12 @@ def _reduce(process: Process) -> float:
         group.sum(values)
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begin)
-    # A ring sends every byte twice, except a rank's own part.
+    # In a ring, each rank sends every byte twice, except its own part.
     return 2 * _LARGE_ON_GPU * (process.world - 1) / process.world / min(seconds)
 
 
 def measure_as_rank(file: Path, device: Literal["auto", "cpu", "cuda"]) -> int:
-    """Measure as a local rank; the exit status. Rank 0 writes `file`."""
+    """Measure as a local rank. Rank 0 writes `file`. Returns the exit status."""
     end_with_launcher(int(os.environ[LAUNCHER_VARIABLE]))
     found: dict[str, Any] = {"torch": describe_torch(), "links": [], "error": ""}
 

@@ -10,7 +10,7 @@ from realrl.recipe.algorithm import SCORE
 from realrl.recipe.evaluation import JUDGE, JUDGE_WIN_RATE, WIN_RATE, AnswerReader, EvaluationConfig
 
 PROMPTS = "prompts"
-"""Suffix of a metric's name: the number of prompts over which the metric is a mean."""
+"""Suffix of metrics that count the prompts over which another metric is a mean."""
 
 
 @dataclass(kw_only=True)
@@ -20,21 +20,21 @@ class Answer:
     prompt: str
     completion: str
     tokens: list[int]
-    """Tokens of the completion, special ones included."""
+    """Tokens of the completion, including special tokens."""
     finished: bool
-    """Whether it ended by itself, not at the length limit."""
+    """Whether the answer ended by itself, before the length limit."""
     values: Mapping[str, float]
-    """Values of the evaluation graph with one number per item, by key."""
+    """Values of this answer in the evaluation graph, one number per key."""
     judge: float | None = None
-    """Score of `evaluation.judge`."""
+    """Score by `evaluation.judge`."""
 
 
 @dataclass
 class EvaluationResult:
-    """Result of an evaluation; empty on ranks that do not write."""
+    """Result of an evaluation. It is empty on ranks that do not write."""
 
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics by `call/name`, and metrics of all answers."""
+    """Metrics of calls, by `call/name`, and metrics that are computed from all answers."""
     answers: list[Answer] = field(default_factory=list)
     """Generated answers in the order of records; the answers to one prompt are adjacent."""
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -43,27 +43,30 @@ class EvaluationResult:
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """Result of an evaluation without training, on the rank that writes."""
+    """Result of an evaluation outside training, on the rank that writes."""
 
     result: EvaluationResult
     origins: list[str]
-    """Origin of each record, FILE:LINE."""
+    """Origin of each record, as FILE:LINE."""
     seconds: float
-    """Duration of the evaluation, without the loading of models."""
+    """Seconds that the evaluation took, without loading models."""
 
 
 class AnswerMetrics:
-    """Metrics of all answers of an evaluation, see `EvaluationConfig`. Answers to one prompt are adjacent."""
+    """Computes the metrics of all answers in an evaluation, see `EvaluationConfig`.
+
+    Answers to one prompt are adjacent.
+    """
 
     def __init__(self, settings: EvaluationConfig, reader: AnswerReader | None) -> None:
-        """`reader` reads the answers of majority votes."""
+        """`reader` reads the final answers for majority votes."""
         self._settings, self._reader = settings, reader if settings.majority_at else None
 
     def compute(self, answers: Sequence[Answer], others: Sequence[Answer] | None) -> dict[str, float]:
-        """Compute the metrics. `others` has as many answers of another model to the same prompts.
+        """Compute the metrics. `others` are the answers of another model, equally many to the same prompts.
 
-        Answers without a score do not count, nor do prompts with too few scored answers. A metric without
-        prompts is NaN. `pass@k/prompts` and `majority@k/prompts` count the prompts of these means.
+        Answers without a score are ignored, and so are prompts with too few scored answers. A metric is NaN if no
+        prompt is left. `pass@k/prompts` and `majority@k/prompts` count the prompts that are averaged.
         """
         prompts = list(self._group(answers))
         found: dict[str, float] = {}
@@ -104,7 +107,7 @@ class AnswerMetrics:
     def write_rows(
         self, answers: Sequence[Answer], others: Sequence[Answer] | None, keys: Sequence[str]
     ) -> list[dict[str, Any]]:
-        """Make the rows of a samples file, one per answer; `keys` are the values that a row shows."""
+        """Write the rows of a samples file, one per answer. `keys` are the values that a row shows."""
         rows = []
         for i, answer in enumerate(answers):
             row: dict[str, Any] = {
@@ -151,25 +154,25 @@ def _mean(values: "Iterator[float | None] | Sequence[float | None]") -> float:
 def estimate_pass(answers: int, right: int, k: int) -> float:
     """Estimate the probability that at least one of k answers is right, if `right` of `answers` answers are.
 
-    1 - C(n - c, k) / C(n, k), the unbiased estimate of Chen et al. 2021 (arXiv 2107.03374, equation 1): the share
-    of sets of k answers with a right one. k must be at most `answers`.
+    This is 1 - C(n - c, k) / C(n, k), the unbiased estimate of Chen et al. 2021 (arXiv 2107.03374, equation 1). It
+    is the share of all sets of k answers that contain a right answer. k must be at most `answers`.
     """
     return 1 - comb(answers - right, k) / comb(answers, k)
 
 
 def estimate_majority(votes: Sequence[tuple[str | None, bool]], k: int) -> float:
-    """Estimate the probability that the majority of k answers is right: the mean over groups of k answers.
+    """Estimate the probability that the majority of k answers is right, as a mean over groups of k answers.
 
-    votes: at least k pairs (answer, whether it is right). An answer that is None does not vote.
+    `votes`: at least k pairs (answer, whether it is right). An answer that is None does not vote.
     """
     runs = [votes[first : first + k] for first in range(0, len(votes) - k + 1, k)]
     return sum(map(judge_majority, runs)) / len(runs)
 
 
 def judge_majority(votes: Sequence[tuple[str | None, bool]]) -> float:
-    """Judge the most frequent answer: 1 if it is right, 0 if it is wrong or nobody votes.
+    """Score the most frequent answer: 1 if it is right, 0 if it is wrong or no answer votes.
 
-    A tie gives the share of right answers among the most frequent ones, as if one were drawn.
+    In a tie, the score is the share of right answers among the most frequent ones, as if one were drawn at random.
     """
     counts = Counter(answer for answer, _ in votes if answer is not None)
     if not counts:

@@ -1,4 +1,4 @@
-"""Evaluation of the models in memory: the evaluation graph over all its records, metrics and answers."""
+"""Evaluate the models in memory: run the evaluation graph over all its records, and collect metrics and answers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,14 +20,14 @@ from realrl.runtime.worker.store import Store
 from realrl.runtime.worker.worker import StepInput, Worker
 
 _NOISE_STEP = 1 << 40
-"""Step of the evaluation's sampling noise. Training never reaches it.
+"""Number of the step whose sampling noise evaluations use. Training never reaches this step.
 
 The noise is the same at every evaluation, so differences between evaluations come from the model.
 """
 
 
 class Evaluation:
-    """Runs the evaluation graph over a data set, on every rank; the rank that writes gets the result."""
+    """Runs the evaluation graph over a data set, on every rank. The rank that writes gets the result."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Evaluation:
         tokenizer: Any,
         judge: Judge | None,
     ) -> None:
-        """`judge` is loaded; it is None on ranks that do not call it."""
+        """`judge` is a loaded judge. It is None on ranks that do not call it."""
         self._process, self._worker, self._phase, self._records = process, worker, phase, records
         self._tokenizer, self._seed = tokenizer, experiment.seed
         spec, self._settings = experiment.spec, experiment.evaluation
@@ -64,7 +64,7 @@ class Evaluation:
         self._opponents: list[Answer] | None = None
 
     def face(self, others: EvaluationResult) -> None:
-        """From now on, compare with another model's answers to the same prompts."""
+        """From now on, compare the answers with those of another model to the same prompts."""
         self._opponents = others.answers
 
     def run(self) -> EvaluationResult:
@@ -128,7 +128,7 @@ class Evaluation:
         return [self._answer({key: rows[key][i] for key in keys}) for i in range(store.size)]
 
     def _held(self, store: Store, key: str) -> dict[int, list[float]]:
-        """Return the rows of a key that this rank produced, by item."""
+        """Return the rows of a key that this rank has produced, by item."""
         call = store.graph.producer(key)
         assert call is not None, "only produced keys are asked for"
         placement = store.plan[call.name]
@@ -153,7 +153,7 @@ class Evaluation:
 
 
 def _count_left_out(records: Dataset) -> dict[str, float]:
-    """Count skipped records, and the too long ones among them; empty if none were skipped."""
+    """Count the skipped records, and those among them that were too long. Empty if no record was skipped."""
     if not records.skipped:
         return {}
     return {"skipped_records": records.skipped, "too_long_records": records.too_long}

@@ -1,4 +1,4 @@
-"""`realrl generate`: answers of a saved model to prompts or to the records of a data set, scored by a reward."""
+"""`realrl generate`: generate answers of a saved model to prompts or records, and score them by a reward."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,15 +39,15 @@ if TYPE_CHECKING:
 
 ALGORITHM = "realrl.algorithms.sampling"
 CACHE_TOKENS = 65536
-"""Maximum tokens in the KV cache of a device at a time."""
+"""Maximum tokens in the KV cache of a device at any time."""
 STEP_PROMPTS = 512
-"""Prompts answered in one step."""
+"""Number of prompts that are answered in one step."""
 
 _PROMPT_FIELDS = ("prompt", "messages")
 _GIVEN = "the prompts given"
-"""Name of the source of prompts that are not a data set."""
+"""Name of the source if prompts do not come from a data set."""
 _CHARACTERS = 64
-"""Maximum characters of a token in ordinary text."""
+"""Assumed maximum number of characters per token in ordinary text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,19 +56,20 @@ class SamplingJob:
 
     model_dir: str
     prompts: Sequence[Record]
-    """Records {prompt} or {messages} from the command line."""
+    """Records from the command line, with the field prompt or messages."""
     source: Any
-    """Data set whose records follow, like `data.eval` of a recipe; None without one."""
+    """Data set whose records come next, written like `data.eval` of a recipe; None without a data set."""
     sampling: GenerationConfig
     seed: int
     n: int
-    """Answers to each prompt."""
+    """Number of answers to each prompt."""
     chat: bool
-    """Whether prompts of plain text become one user turn in the tokenizer's chat template."""
+    """Whether a prompt of plain text becomes one user turn in the tokenizer's chat template."""
     family: str | None
-    """See `huggingface.directory.read_shape`."""
+    """Family of the model, see `huggingface.directory.read_shape`."""
     reward: Any
-    """Reward of answers, like `reward` of a recipe; None without one, or for `reward_model` alone."""
+    """Reward that scores answers, written like `reward` of a recipe. None without a reward, or if only
+    `reward_model` scores."""
     reward_model: str | None
     """Directory of a reward model."""
     cluster: str
@@ -76,7 +77,7 @@ class SamplingJob:
 
 
 def make_sampling_recipe(job: SamplingJob) -> Experiment:
-    """Make the recipe of a job. Raises UserError if there is no model, or for a wrong option."""
+    """Create the recipe that runs a job. Raises UserError if there is no model, or for a wrong option."""
     shape = model_files.read_shape(job.model_dir, job.family)
     check_top_k("top_k", job.sampling.top_k, shape.vocab_size)
     check_stop_token_ids("stop_token_ids", job.sampling.stop_token_ids or (), shape.vocab_size)
@@ -119,10 +120,11 @@ def make_sampling_recipe(job: SamplingJob) -> Experiment:
 
 
 def _find_positions(shape: ModelShape, new: int) -> int:
-    """Find the longest sequence of a job with `new` new tokens: usually the longest that the model supports.
+    """Find the maximum sequence length of a job with `new` new tokens: usually the model's maximum.
 
-    A model with LongRoPE has other frequencies for long sequences, and one step uses the same frequencies for all.
-    Most sequences are short, so its limit is the original length, unless answers may be longer.
+    A model with LongRoPE uses other frequencies for long sequences, and one step must use the same frequencies for
+    all sequences. Most sequences are short, so the limit is the model's original length, unless answers may be
+    longer.
     """
     scaling = shape.rope_scaling
     original = scaling.original_max_position_embeddings if scaling and scaling.kind == "longrope" else None
@@ -132,16 +134,16 @@ def _find_positions(shape: ModelShape, new: int) -> int:
 def generate_answers(
     job: SamplingJob, recipe: Experiment, *, best: bool, say: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
-    """Answer prompts as one rank of the recipe's cluster. Yields rows on the rank that writes, nothing elsewhere.
+    """Answer prompts as one rank of the recipe's cluster. Yields rows on the rank that writes, and none elsewhere.
 
-    A row per answer, in the order of prompts: {prompt, completion, tokens, finished}, `score` if there is a reward,
-    then the other fields of the record. A conversation's prompt is a list of messages. With `best`, only the answer
-    with the highest score of each prompt. `say` is called with notes. Raises UserError if a record has no prompt, a
-    prompt is too long for the model, or the model cannot be used.
+    There is one row per answer, in the order of prompts. A row has prompt, completion, tokens and finished, `score`
+    if there is a reward, and all other fields of the record. The prompt of a conversation is a list of messages.
+    With `best`, only the answer with the highest score to each prompt is returned. `say` is called with notes.
+    Raises UserError if a record has no prompt, a prompt is too long for the model, or the model cannot be used.
     """
     prompts = _Prompts(job)
     try:
-        # Notes name settings of recipes; here the setting is an option.
+        # Such notes name settings of recipes, but here users give options.
         report = evaluate_recipe(
             recipe, lambda note: say(note.replace("data.apply_chat_template=true", "--chat")), prompts.read
         )
@@ -159,7 +161,10 @@ def generate_answers(
 
 
 def choose_best(answers: Sequence[Answer]) -> Answer:
-    """Choose the answer with the highest score, the first of equal ones; answers without a score come last."""
+    """Choose the answer with the highest score.
+
+    Of equal scores, the first one wins; answers without a score come last.
+    """
     return max(answers, key=lambda answer: _rank(answer.values["score"]))
 
 
@@ -180,7 +185,7 @@ def _write_row(prompt: str | list[Message], answer: Answer, others: dict[str, An
 
 
 class _Prompts:
-    """Reads the prompts of a job by the rules of training, and keeps the original prompts."""
+    """Reads the prompts of a job by the rules of training, and remembers the original prompts."""
 
     def __init__(self, job: SamplingJob) -> None:
         self._job = job
@@ -189,7 +194,7 @@ class _Prompts:
         self._shape = model_files.read_shape(job.model_dir, job.family)
         self._stop_token_ids = read_stop_token_ids(self._tokenizer, job.model_dir, self._shape.vocab_size)
         self.given: dict[str, str | list[Message]] = {}
-        """Original prompts, texts or lists of messages, by the origin of their records."""
+        """Original prompts, which are texts or lists of messages, by the origin of their records."""
         self.others: dict[str, dict[str, Any]] = {}
         """The other fields of records, by origin."""
 
@@ -211,7 +216,8 @@ class _Prompts:
 
     def _check(self, origin: str, text: Text | Conversation | Steps) -> None:
         """Check that a prompt is not empty and leaves room for an answer."""
-        # The start of a text of megabytes is too long already; tokenising all of it would take seconds.
+        # Tokenize only the start of a text of megabytes: it is too long already, and the whole text would take
+        # seconds.
         long = _CHARACTERS * self._shape.max_positions
         start = text if len(text.prompt) <= long else Text(text.prompt[:long], None)
         (row,) = tokenize([start], self._tokenizer, self._stop_token_ids)

@@ -1,4 +1,4 @@
-"""`realrl eval`: evaluation of a recipe without training, comparison with another model, result files."""
+"""`realrl eval`: evaluate a recipe without training, compare it with another model, and write result files."""
 
 import gc
 import json
@@ -45,7 +45,7 @@ Result = TypeVar("Result")
 
 
 class EvaluationRun:
-    """Evaluation of a recipe on one rank with the weights of `models.*.path`."""
+    """Evaluation of a recipe on one rank, with the weights in `models.*.path`."""
 
     def __init__(
         self,
@@ -54,7 +54,9 @@ class EvaluationRun:
         groups: Mapping[tuple[int, ...], Group],
         read: RecordReader = read_records,
     ) -> None:
-        """Prepare everything except weights. `groups` are the placements' groups; `read` reads a source's records.
+        """Prepare everything except weights. `groups` are the groups of the placements.
+
+        `read` reads the records of a source.
 
         Raises UserError for mistakes that can be found without weights.
         """
@@ -64,7 +66,7 @@ class EvaluationRun:
         stop_token_ids = load_stop_token_ids(experiment, tokenizer)
         self._roles = Roles(job, process, groups, temperature=algorithm.temperature)
         functions = load_functions(algorithm, [phase], process.rank)
-        # The user's judge runs in one process only: on the rank that calls it.
+        # Only one rank calls the user's judge, so only this rank loads it.
         judge = load_judge(experiment.evaluation.judge) if process.rank == WRITER else None
         loader = RecordLoader(experiment, tokenizer, stop_token_ids, functions, read)
         self.records = loader.load_eval(phase, judge)
@@ -75,7 +77,7 @@ class EvaluationRun:
 
     @property
     def origins(self) -> list[str]:
-        """Origin of each record, FILE:LINE."""
+        """Origin of each record, as FILE:LINE."""
         return self.records.list_origins(range(len(self.records)))
 
     @property
@@ -90,7 +92,7 @@ class EvaluationRun:
 
 
 class Opponent:
-    """Model of `evaluation.against`. It answers the prompts before anything else is loaded."""
+    """The model of `evaluation.against`. It answers the prompts before any other model is loaded."""
 
     def __init__(
         self,
@@ -100,9 +102,11 @@ class Opponent:
         groups: Mapping[tuple[int, ...], Group],
         origins: list[str],
     ) -> None:
-        """Prepare everything except weights. `plan` is the recipe's; `origins` are the evaluation's records.
+        """Prepare everything except weights. `plan` is the recipe's plan.
 
-        Raises UserError if the model cannot take the place of the recipe's.
+        `origins` names the records of the evaluation.
+
+        Raises UserError if the model cannot replace the recipe's model.
         """
         self._process, self._setting = process, f"evaluation.against={experiment.evaluation.against}"
         self._run = self._named(lambda: self._prepare(experiment, plan, groups))
@@ -119,7 +123,7 @@ class Opponent:
         return EvaluationRun(job, self._process, groups)
 
     def _named(self, action: Callable[[], Result]) -> Result:
-        """Run an action whose error messages begin with the setting."""
+        """Run an action, and begin its error messages with the name of the setting."""
         try:
             return action()
         except UserCodeError:
@@ -133,7 +137,7 @@ class Opponent:
             self._named(self._run.load)
         result = self._run.evaluation.run()
         del self._run
-        # Cycles may still hold this model, and the recipe's own models are loaded next.
+        # Reference cycles may still keep this model, and the recipe's own models are loaded next.
         gc.collect()
         return result
 
@@ -148,7 +152,7 @@ def replace_model(experiment: Experiment) -> Experiment:
     other = other.model_copy(update={"computes_in": mine.computes_in})
     changed = mine.model_copy(update={name: getattr(other, name) for name in ModelConfig.model_fields})
     quiet = experiment.evaluation.model_copy(update={"against": None})
-    # Only its answers and their rewards are used, so the other settings of evaluations do not apply to it.
+    # Only the answers and their rewards are used, so the other settings of evaluations do not apply to this model.
     return experiment.model_copy(
         update={"models": experiment.models.model_copy(update={role: changed}), "evaluation": quiet}
     )
@@ -159,11 +163,11 @@ def evaluate_recipe(
 ) -> EvaluationReport | None:
     """Evaluate a recipe as one rank of its cluster. Returns None on ranks that do not write.
 
-    `say` is called with notes on the rank that writes; `read` reads the records of `data.eval`. Raises
-    UserError for a mistake of the user, and RunError for a failure that is not a bug.
+    On the rank that writes, `say` is called with notes. `read` reads the records of `data.eval`. Raises UserError
+    for a mistake of the user, and RunError for a failure that is not a bug.
     """
     cluster = resolve_cluster(experiment.cluster, experiment.device)
-    # Mistakes in a plan are found before the ranks wait for each other.
+    # Find mistakes in a plan before the ranks wait for each other.
     if experiment.plan != SEARCH:
         make_evaluation_job(experiment, cluster)
     with ExitStack() as until_the_end, connect(experiment.device, experiment.launch) as process:
@@ -200,7 +204,7 @@ def make_opponent(
     groups: Mapping[tuple[int, ...], Group],
     origins: list[str],
 ) -> Opponent | None:
-    """Make the opponent that a recipe names, if any. Arguments are those of `Opponent`."""
+    """Create the opponent that a recipe names; None if it names none. The arguments are those of `Opponent`."""
     if experiment.evaluation.against is None:
         return None
     return Opponent(experiment, plan, process, groups, origins)
@@ -226,7 +230,7 @@ def write_evaluation(directory: Path, experiment: Experiment, report: Evaluation
     }
     metrics, samples = directory / METRICS_FILE, directory / SAMPLES_FILE
     try:
-        # Metrics come last: their file shows that the evaluation is complete.
+        # Metrics are written last, because their file shows that the evaluation is complete.
         if report.result.rows:
             write_rows(samples, report.result.rows)
         else:

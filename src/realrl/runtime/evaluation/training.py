@@ -1,4 +1,4 @@
-"""Evaluations during training, and the best one so far."""
+"""Evaluate during training, and keep track of the best evaluation so far."""
 
 from collections.abc import Mapping
 from math import isfinite
@@ -21,7 +21,7 @@ from realrl.runtime.worker.worker import Worker
 
 
 class BestEvaluation:
-    """Best evaluation so far by a metric; the first of equal ones."""
+    """The best evaluation so far by a metric. Of equal values, the first one counts."""
 
     def __init__(self, settings: BestConfig | None) -> None:
         """`settings` is None if the run does not keep the best evaluation."""
@@ -30,9 +30,9 @@ class BestEvaluation:
         self._value: float | None = None
 
     def take(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Take the metrics of an evaluation after `step` training steps. Returns whether it is the best so far.
+        """Add the metrics of an evaluation after `step` training steps. Returns whether it is the best so far.
 
-        A value that is not finite never is. Raises UserError if there is no such metric.
+        A value that is not finite is never the best. Raises UserError if there is no such metric.
         """
         assert self.settings is not None, "a best evaluation is kept"
         name = self.settings.metric
@@ -50,18 +50,18 @@ class BestEvaluation:
         return True
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Load what `to_json` returned, unless that was for another metric."""
+        """Load what `to_json` returned, unless it was for another metric."""
         if self.settings is not None and saved.get("metric") == self.settings.metric:
             self._step, self._value = saved["step"], saved["value"]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the metric, its value and the training steps before it."""
+        """Return the metric, its best value, and the number of training steps before this evaluation."""
         assert self.settings is not None, "a best evaluation is kept"
         return {"metric": self.settings.metric, "value": self._value, "step": self._step}
 
 
 class TrainingEvaluations:
-    """Evaluations of a training run on one rank: their records, their opponent, and the best one so far."""
+    """Evaluations of a training run on one rank, with their records, their opponent, and the best one so far."""
 
     def __init__(
         self,
@@ -73,7 +73,10 @@ class TrainingEvaluations:
         groups: Mapping[tuple[int, ...], Group],
         tokenizer: Any,
     ) -> None:
-        """`groups` are those of all placements. Raises UserError for mistakes that can be found without weights."""
+        """`groups` are the groups of all placements.
+
+        Raises UserError for mistakes that can be found without weights.
+        """
         self._process, experiment = process, job.experiment
         self.best = BestEvaluation(experiment.evaluation.best)
         self.records: Dataset | None = None
@@ -90,13 +93,16 @@ class TrainingEvaluations:
             self._opponent = make_opponent(experiment, job.plan, process, groups, origins)
 
     def face_opponent(self) -> None:
-        """Let the model of `evaluation.against` answer, before any other model is loaded."""
+        """Let the model of `evaluation.against` answer the prompts, before any other model is loaded."""
         if self._opponent is not None and self._evaluation is not None:
             self._evaluation.face(self._opponent.answer())
             self._opponent = None
 
     def run(self) -> EvaluationResult | None:
-        """Evaluate the current weights; None without evaluations. Raises UserCodeError like `Evaluation.run`."""
+        """Evaluate the current weights. Returns None without evaluations.
+
+        Raises UserCodeError like `Evaluation.run`.
+        """
         if self._evaluation is None:
             return None
         with self._process.activity.part("eval"):

@@ -1,4 +1,4 @@
-"""Checks of a recipe on this machine before its ranks start, and the search for its plan. No torch."""
+"""Check a recipe on this machine before its ranks start, and search for its plan. Does not import torch."""
 
 from collections.abc import Callable
 
@@ -20,10 +20,11 @@ from realrl.runtime.prepare.job import make_job
 def check_start(
     experiment: Experiment, cluster: Cluster, say: Callable[[str], None]
 ) -> tuple[Here, Plan | None]:
-    """Check that this machine can run a cluster's ranks, and search for the plan if the recipe says `search`.
+    """Check that this machine can run the ranks of a cluster, and search for the plan if the recipe has `plan:
+    search`.
 
-    Returns the devices of this machine and the plan that was found. `say` is called with the plan's origin. Raises
-    UserError if this machine cannot run them.
+    Returns the devices of this machine and the plan that was found. `say` is called with the origin of the plan.
+    Raises UserError if this machine cannot run the ranks.
     """
     check_local(cluster)
     here = ask_machine(experiment.device)
@@ -35,7 +36,10 @@ def check_start(
 
 
 def note_crowd(cluster: Cluster, here: Here, say: Callable[[str], None]) -> None:
-    """Note more processes than cores. Raises UserError if memory is too small for the processes alone."""
+    """Call `say` if there are more processes than cores.
+
+    Raises UserError if memory is too small even without models.
+    """
     crowd = describe_crowd(cluster.size) if here == "cpu" else None
     if crowd is not None:
         say(f"note: {crowd}")
@@ -44,8 +48,8 @@ def note_crowd(cluster: Cluster, here: Here, say: Callable[[str], None]) -> None
 def check_training(experiment: Experiment, cluster: Cluster, say: Callable[[str], None]) -> Plan | None:
     """Check a recipe before any process starts, without reading data or weights. Raises UserError.
 
-    For several processes, it also searches for the plan if the recipe says so, checks that the plan fits, and
-    returns the plan that it found. A single process checks that later itself, because it may ask its GPU.
+    For several processes, this also searches for the plan if the recipe has `plan: search`, returns the plan that
+    it found, and checks that the plan fits. A single process checks this later itself, because it may use its GPU.
     """
     if experiment.plan != SEARCH:
         make_job(experiment, cluster)
@@ -55,7 +59,7 @@ def check_training(experiment: Experiment, cluster: Cluster, say: Callable[[str]
     if cluster.size == 1:
         return None
     here, plan = check_start(experiment, cluster, say)
-    # The processes compile with the sizes of all models, too; presets may depend on them.
+    # Download the shapes of all models: the ranks compile with them too, and presets may depend on them.
     check_fit(make_job(experiment, cluster, plan, download=True), here)
     note_crowd(cluster, here, say)
     return plan

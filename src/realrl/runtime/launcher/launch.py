@@ -1,7 +1,8 @@
-"""Launch of a run in several processes: start the ranks, wait, find the cause of a failure, restart or shrink.
+"""Launch a run in several processes: start the ranks, wait, find the cause of a failure, restart or shrink.
 
-The ranks are processes of this machine (`local.py`) or of a Ray cluster (`on_ray.py`). No torch: a launcher that
-loaded it would take seconds longer to start, and keep memory on every GPU that it asks.
+The ranks are processes of this machine (`local.py`) or of a Ray cluster (`on_ray.py`). This module does not import
+torch. A launcher with torch would take seconds longer to start, and would occupy memory on every GPU that it
+queries.
 """
 
 import signal
@@ -36,23 +37,24 @@ from realrl.runtime.supervision.watchdog import Watchdog, describe_others
 CHECK_EVERY = 0.5
 """Seconds between two checks of the heartbeats."""
 MOMENT = 2.0
-"""Seconds that ranks get, after one has failed, to notice and report that themselves."""
+"""Seconds that the other ranks get, after one has failed, to notice the failure and report it themselves."""
 DUMP = 0.3
-"""Seconds that ranks get to write their stacks into their logs."""
+"""Seconds that ranks get to write their stacks to their logs."""
 _ASKED = (-signal.SIGTERM, 128 + signal.SIGTERM)
-"""Exit statuses of ranks that were asked to end."""
+"""Exit statuses of ranks that have ended because the launcher asked them to."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """Command to start, `realrl ARGUMENTS`, in a process for each device of the cluster."""
+    """A command `realrl ARGUMENTS` to start in one process for each device of the cluster."""
 
     cluster: Cluster
     arguments: Sequence[str]
     recipe: str | None = None
-    """Text of the resolved recipe, with its secrets, if it is the first argument. Ranks and restarts read this."""
+    """Text of the resolved recipe, with its secrets, if it is the first argument. Ranks read this text, also after
+    restarts."""
     plan: str | None = None
-    """Text of the plan that was found for a recipe with `plan: search`."""
+    """Text of the plan that a search found for a recipe with `plan: search`."""
     objects: bytes | None = None
     """Functions of a script that the recipe names, see `runtime.script_objects`."""
 
@@ -65,62 +67,66 @@ class Start:
         plan: Plan | None = None,
         objects: bytes | None = None,
     ) -> "Start":
-        """Start a command that takes a recipe, such as `train`; its options follow."""
+        """Create the start of a command that takes a recipe, such as `train`, followed by its options."""
         text = None if plan is None else plan.to_text(experiment.graph)
         return cls(cluster, command, dump_experiment(experiment, secrets=True), text, objects)
 
 
 class Ranks(Board, Protocol):
-    """Ranks of one start of a run, and their board. `close` must be called in the end."""
+    """The ranks of one start of a run, and their board. Call `close` in the end."""
 
     poll_seconds: float
     """Seconds between two polls."""
 
     def poll(self) -> Sequence[int | None]:
-        """Find the exit status of each rank: minus N if signal N ended it, None while it runs."""
+        """Return the exit status of each rank: minus N if signal N ended it, None while it runs."""
 
     def signal(self, number: int, ranks: Sequence[int]) -> None:
-        """Signal these ranks, if they still run."""
+        """Send a signal to those of these ranks that still run."""
 
     def kill(self) -> None:
         """Kill the ranks and their children."""
 
     def keep_logs(self, directory: Path | None) -> Path | None:
-        """Keep the logs of ranks that have ended, in `directory` if possible; return their directory."""
+        """Save the logs of ranks that have ended, in `directory` if possible.
+
+        Returns the directory that has them.
+        """
 
     def close(self) -> None:
         """Release everything that the ranks needed."""
 
 
 StartRanks = Callable[[Start, Sequence[int], int], Ranks]
-"""Starts ranks, given the numbers of their devices and how often the run has been restarted."""
+"""Function that starts ranks. Its arguments: the command, the numbers of the devices, and the number of restarts so
+far."""
 RunDir = Callable[[], Path | None]
-"""Finds the run directory; None as long as the run has not made it."""
+"""Function that finds the run directory; None as long as the run has not created it."""
 CountDevices = Callable[[], int | None]
-"""Counts the devices of this machine; None if they cannot be counted, like CPUs."""
+"""Function that counts the devices of this machine; None if they cannot be counted, like CPUs."""
 Shrink = Callable[[int], Start | None]
-"""Finds how to continue with at most this many devices; None if the run cannot."""
+"""Function that returns how to continue with at most this many devices; None if the run cannot."""
 
 
 @dataclass
 class Outcome:
-    """End of all ranks of one start."""
+    """How one start of the ranks ended."""
 
     cause: Failure | None = None
     """First cause of a failure; None if all ranks succeeded."""
     heartbeats: Mapping[int, Heartbeat] = field(default_factory=dict)
-    """What ranks did when the first failure was noticed."""
+    """Heartbeats of the ranks when the first failure was noticed."""
     logs: Path | None = None
-    """Directory of the logs, if they are worth looking at."""
+    """Directory of the logs, if they are worth reading."""
 
     def describe(self) -> list[str]:
-        """Describe the logs and the work of other ranks: notes for the screen."""
+        """Write notes for the screen about the logs, and about what other ranks were doing."""
         notes = [] if self.logs is None else [f"the logs of all ranks are in {self.logs}"]
         return notes if self.cause is None else notes + describe_others(self.heartbeats, self.cause.rank)
 
 
 def check_local(cluster: Cluster) -> None:
-    """Check that processes of this machine alone can be the cluster's devices; else UserError."""
+    """Check that processes on this machine alone can be the devices of the cluster. Raises UserError if not."""
     if cluster.nodes > 1:
         raise UserError(
             f"cluster={cluster} has {cluster.nodes} nodes, and this machine is one; `realrl launch torchrun` writes"
@@ -132,8 +138,8 @@ def check_local(cluster: Cluster) -> None:
 def launch(start: Start, settings: LaunchConfig, start_ranks: StartRanks) -> Outcome:
     """Run a command once.
 
-    If a process fails, the others are ended. If this process is asked to end, it raises Interrupted after all ranks
-    have ended.
+    If a process fails, all other processes are ended. If this process is asked to end, it raises Interrupted after
+    all ranks have ended.
     """
     return _run(start_ranks, start, range(start.cluster.size), 0, settings, lambda: None)
 
@@ -148,8 +154,8 @@ def launch_training(
 ) -> Outcome:
     """Train until the run is finished or cannot continue.
 
-    After a failure that may not occur again, the run is restarted from its last checkpoint, without the devices
-    that are broken. SIGTERM, or the first Ctrl-C, lets it finish the step and save.
+    If a failure may not occur again, the run is restarted from its last checkpoint, without broken devices. After
+    SIGTERM or the first Ctrl-C, the run finishes the step and saves a checkpoint.
     """
     policy = RestartPolicy(start.cluster.size, settings)
     with deferred_termination(settings.grace_seconds, SAVING):
@@ -162,7 +168,7 @@ def launch_training(
                 return outcome
             if stop_requested():
                 if cause.status != 128 + signal.SIGTERM:
-                    # It may say why nothing was saved.
+                    # The message may explain why nothing was saved.
                     _print_notes([*outcome.describe(), cause.message])
                 end_by_signal()
             step = max((heartbeat.step for heartbeat in outcome.heartbeats.values()), default=0)
@@ -183,7 +189,7 @@ def launch_training(
 def find_smaller_start(
     policy: RestartPolicy, cause: Failure, shrink: Shrink, count_devices: CountDevices
 ) -> Start | None:
-    """Find how to continue without broken devices; None if there are none, or if the run cannot."""
+    """Return how to continue without broken devices; None if no device is broken, or if the run cannot continue."""
     broken = policy.broken_devices
     left = [device for device in policy.devices if device not in broken]
     reason = (
@@ -212,13 +218,13 @@ def _run(
     settings: LaunchConfig,
     run_dir: RunDir,
 ) -> Outcome:
-    """Run all ranks once. No process is left."""
+    """Run all ranks once. When this returns, no process is left."""
     ranks = start_ranks(start, devices, restart)
     try:
         outcome = _wait(ranks, settings)
         ranks.kill()
         directory, cause = run_dir(), outcome.cause
-        # A user's mistake is all in its message.
+        # The message about a user's mistake is complete, so the logs are not needed.
         mistake = cause is not None and cause.status == USER_STATUS and not cause.trace
         if not mistake and (cause is not None or directory is not None):
             outcome.logs = ranks.keep_logs(None if directory is None else directory / LOGS)
@@ -229,7 +235,10 @@ def _run(
 
 
 def _wait(ranks: Ranks, settings: LaunchConfig) -> Outcome:
-    """Wait until all ranks have ended, or one has failed. The others then get a moment to report the cause."""
+    """Wait until all ranks have ended, or one has failed.
+
+    In the second case, the other ranks get a moment to report.
+    """
     watchdog = Watchdog(settings, ranks.works)
     heartbeats: Mapping[int, Heartbeat] = {}
     failed: dict[int, tuple[int, float]] = {}
@@ -244,10 +253,11 @@ def _wait(ranks: Ranks, settings: LaunchConfig) -> Outcome:
             if status and rank not in failed:
                 if not failed:
                     heartbeats, first = ranks.read_heartbeats(), now
-                # It died after the poll before, so that what others report about it comes later.
+                # Use the time of the previous poll: the rank died after it, and other ranks report consequences
+                # later.
                 failed[rank] = status, before
         running = [rank for rank, status in enumerate(statuses) if status is None]
-        # Ranks that end because they were asked to may take their time.
+        # Do not hurry ranks that end because they were asked to.
         unasked = any(asked is None or status not in _ASKED for status, _ in failed.values())
         if not running or (unasked and now - first > MOMENT):
             break
@@ -275,7 +285,7 @@ def _wait(ranks: Ranks, settings: LaunchConfig) -> Outcome:
 
 
 def _dump_stacks(ranks: Ranks, running: Sequence[int]) -> None:
-    """Have ranks write their stacks into their logs. Only ranks with heartbeats survive this signal."""
+    """Make ranks write their stacks to their logs. Only ranks with heartbeats survive this signal."""
     if running:
         ranks.signal(signal.SIGUSR1, running)
         time.sleep(DUMP)
@@ -287,7 +297,7 @@ def _print_notes(texts: Sequence[str]) -> None:
 
 
 def report_outcome(outcome: Outcome) -> int:
-    """Print the failure that ended the ranks, if any; return the exit status.
+    """Print the failure that ended the ranks, if any. Returns the exit status.
 
     As in a shell, the status is 128 + N if signal N ended a process.
     """

@@ -1,4 +1,4 @@
-"""Ranks in processes of this machine. No torch."""
+"""Ranks in processes of this machine. Does not import torch."""
 
 import os
 import signal
@@ -30,11 +30,11 @@ from realrl.runtime.supervision.failures import ERROR_FILE_VARIABLE
 from realrl.runtime.supervision.orphans import SCRATCH_VARIABLE, Scratch, kill_ranks
 
 _LAST = 30.0
-"""Seconds that the system gets to end a process after SIGKILL. A driver or file system may keep it forever."""
+"""Seconds that the system gets to end a process after SIGKILL. A driver or file system may block it forever."""
 SCREEN = "screen"
-"""File in the scratch directory for the first rank's output, on a node of a Ray cluster."""
+"""Name of the file in the scratch directory for the first rank's output, on a node of a Ray cluster."""
 _TEMPORARY = "tmp"
-"""Directory in the scratch directory for temporary files of ranks."""
+"""Name of the directory in the scratch directory for temporary files of ranks."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,16 @@ class RayNode:
     """Node of a Ray cluster that runs ranks."""
 
     node: int
-    """Its number among the nodes of the run."""
+    """Number of this node among the nodes of the run."""
     address: str
-    """Where all ranks of the run meet."""
+    """Address at which all ranks of the run meet."""
     port: int
     job: str
-    """Name of the run, the same after restarts."""
+    """Name of the run, which stays the same after restarts."""
 
 
 class LocalRanks(FileBoard):
-    """Ranks of one start, or of one node of it, with a scratch directory, which is their board."""
+    """The ranks of one start, or those on one of its nodes. Their scratch directory is their board."""
 
     poll_seconds = 0.05
 
@@ -68,7 +68,7 @@ class LocalRanks(FileBoard):
         try:
             arguments = [*start.arguments]
             if start.recipe is not None:
-                # The directory is private, so the recipe may have secrets.
+                # The directory is private, so the recipe in it may contain secrets.
                 arguments.insert(1, str(scratch / "recipe.yaml"))
                 write_whole(scratch / "recipe.yaml", start.recipe)
             if start.plan is not None:
@@ -89,11 +89,11 @@ class LocalRanks(FileBoard):
             raise
 
     def poll(self) -> list[int | None]:
-        """Find the exit status of each rank."""
+        """Return the exit status of each rank."""
         return [process.poll() for process in self._processes]
 
     def signal(self, number: int, ranks: Sequence[int]) -> None:
-        """Signal these ranks, if they still run."""
+        """Send a signal to those of these ranks that still run."""
         for rank in ranks:
             if self._processes[rank].poll() is None:
                 self._processes[rank].send_signal(number)
@@ -120,7 +120,10 @@ class LocalRanks(FileBoard):
         self._processes = []
 
     def keep_logs(self, directory: Path | None) -> Path | None:
-        """Keep the logs of ranks that have ended, in `directory` if possible; return their directory."""
+        """Save the logs of ranks that have ended, in `directory` if possible.
+
+        Returns the directory that has them.
+        """
         return keep_logs(self.path, directory)
 
     def close(self) -> None:
@@ -131,13 +134,13 @@ class LocalRanks(FileBoard):
 def start_process(
     arguments: Sequence[str], environment: Mapping[str, str], output: Path | None
 ) -> "subprocess.Popen[bytes]":
-    """Start a rank, which writes to a file, or to the screen. The only rank of a run also has the keyboard.
+    """Start a rank, which writes to a file or to the screen. The only rank of a run can also read the keyboard.
 
-    A terminal sends Ctrl-C and SIGHUP to all processes. Ranks do not get them, since the launcher ends ranks.
+    A terminal sends Ctrl-C and SIGHUP to all processes. Ranks block these signals, because the launcher ends ranks.
     """
     command = [sys.executable, "-m", "realrl", *arguments]
     stdin = None if environment["WORLD_SIZE"] == "1" else subprocess.DEVNULL
-    # A child inherits the blocked signals. If one comes now, this process gets it afterwards.
+    # A child inherits the blocked signals. A signal that comes now reaches this process afterwards.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
         with nullcontext() if output is None else output.open("ab") as log:
@@ -147,16 +150,16 @@ def start_process(
 
 
 def _describe_rank(rank: int, cluster: Cluster, scratch: Path, ray: RayNode | None) -> dict[str, str]:
-    """Make the environment of a rank, as torchrun would."""
+    """Return the environment of a rank, with the variables that torchrun would set."""
     node = cluster.node(rank)
     here = cluster.ranks(node)
     if ray is None:
-        # What the user has set stays.
+        # Keep what the user has set.
         loopback = dict.fromkeys(INTERFACE_VARIABLES, find_loopback())
         environment = {"OMP_NUM_THREADS": str(count_threads(len(here))), **loopback, **os.environ}
         meeting = {STORE_VARIABLE: str(scratch / "store")}
     else:
-        # Ray has set the number of threads for all ranks of the node together.
+        # Ray has set a number of threads that is meant for all ranks of the node together.
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         meeting = {"MASTER_ADDR": ray.address, "MASTER_PORT": str(ray.port), "TORCHELASTIC_RUN_ID": ray.job}
     return {
@@ -171,13 +174,13 @@ def _describe_rank(rank: int, cluster: Cluster, scratch: Path, ray: RayNode | No
         SCRATCH_VARIABLE: str(scratch),
         ERROR_FILE_VARIABLE: str(scratch / f"failure-{rank}.json"),
         LAUNCHER_VARIABLE: str(os.getpid()),
-        # Files that a killed rank leaves there are removed with the scratch directory.
+        # Files that a killed rank leaves there are removed together with the scratch directory.
         "TMPDIR": str(scratch / _TEMPORARY),
     }
 
 
 def hide_gpus(devices: Sequence[int]) -> dict[str, str]:
-    """Make the variable that hides all GPUs but these; no variable if the first ones are used."""
+    """Return the variable that hides all GPUs except these. No variable is needed if they are the first ones."""
     if list(devices) == list(range(len(devices))):
         return {}
     given = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -1,4 +1,7 @@
-"""Ranks on a Ray cluster: an actor on each node holds the ranks there, as `local.py` does here. No torch."""
+"""Ranks on a Ray cluster: an actor on each node holds its ranks, like `local.py` on this machine.
+
+Imports no torch.
+"""
 
 import os
 import secrets
@@ -21,14 +24,14 @@ from realrl.runtime.supervision.failures import DEATH, RUN_STATUS, Failure
 from realrl.runtime.supervision.heartbeat import Heartbeat
 
 PLACING = 120.0
-"""Seconds for the nodes to become free, and for actors to start there."""
+"""Seconds that nodes get to become free, and to start their actors."""
 RETURNING = 600.0
-"""Seconds for nodes to become free that the run has had before: one may be rebooting."""
+"""Seconds that nodes get after a restart of the run. A node may be rebooting."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """State of the ranks of one node."""
+    """State of the ranks on one node."""
 
     statuses: Sequence[int | None]
     heartbeats: Mapping[int, Heartbeat]
@@ -37,7 +40,7 @@ class Look:
 
 
 class NodeActor:
-    """Holder of the ranks of one node. Every method is called from the launcher, through Ray."""
+    """Actor that holds the ranks of one node. The launcher calls every method through Ray."""
 
     def __init__(self) -> None:
         self._ranks: LocalRanks | None = None
@@ -52,14 +55,14 @@ class NodeActor:
             return str(ray.util.get_node_ip_address()), int(probe.getsockname()[1])
 
     def start(self, start: Start, restart: int, node: RayNode, directory: str, import_path: str) -> None:
-        """Start the ranks of this node, in a directory."""
+        """Start the ranks of this node, with `directory` as working directory."""
         os.chdir(directory)
-        # Python has given this process a path of its own.
+        # Ray has set another import path for this process.
         os.environ["PYTHONPATH"] = import_path
         self._ranks = LocalRanks(start, range(len(start.cluster.ranks(node.node))), restart, node)
 
     def look(self) -> Look:
-        """Look at the ranks."""
+        """Return the state of the ranks."""
         ranks = self.ranks
         screen, file = b"", ranks.path / SCREEN
         if file.exists():
@@ -70,7 +73,7 @@ class NodeActor:
         return Look(ranks.poll(), ranks.read_heartbeats(), screen)
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the ranks."""
+        """Call a method of the ranks by name."""
         return getattr(self.ranks, method)(*arguments)
 
     def close(self) -> None:
@@ -81,7 +84,7 @@ class NodeActor:
 
     @property
     def ranks(self) -> LocalRanks:
-        """Ranks that have been started."""
+        """The ranks, which must have been started."""
         assert self._ranks is not None, "start comes first"
         return self._ranks
 
@@ -94,9 +97,10 @@ class RayRanks:
     def __init__(
         self, gpus: bool, job: str, timeout: float, start: Start, devices: Sequence[int], restart: int
     ) -> None:
-        """Place an actor on each node and start the ranks. UserError if nodes do not become free.
+        """Place an actor on each node, and start the ranks. Raises UserError if nodes do not become free.
 
-        `job`: names the run, also after a restart. `timeout`: seconds after which a silent node counts as lost.
+        `job`: name of the run, the same after a restart. `timeout`: seconds after which a silent node counts as
+        lost.
         """
         import ray
 
@@ -108,9 +112,9 @@ class RayRanks:
             Look([None] * len(self._cluster.ranks(node)), {}) for node in range(self._cluster.nodes)
         ]
         self._lost: dict[int, Failure] = {}
-        """Failures of nodes that do not answer any more."""
+        """Failures of nodes that have stopped answering, by node."""
         self._line = b""
-        """Beginning of a line of the first rank's output."""
+        """Beginning of the current, incomplete line of the first rank's output."""
         try:
             self._place(RETURNING if restart else PLACING)
             self._addresses = ray.get(
@@ -122,7 +126,7 @@ class RayRanks:
                 started.append(actor.start.remote(start, restart, own, os.getcwd(), _list_import_path()))
             ray.get(started, timeout=PLACING)
         except ray.exceptions.RayError as error:
-            # If a node is lost now, that is as if it were lost later: another start may succeed.
+            # Treat a node that is lost now like one that is lost later: another start may succeed.
             text = f"actors could not be started: {_first_sentence(error)}"
             self._lost[0] = Failure(text, RUN_STATUS, 0, time.time())
         except BaseException:
@@ -149,7 +153,10 @@ class RayRanks:
             self._actors.append(actor.options(**options).remote())
 
     def poll(self) -> list[int | None]:
-        """Find the exit status of each rank, and show the output of the first. Ranks of a lost node have failed."""
+        """Return the exit status of each rank, and show the output of the first rank.
+
+        Ranks of a lost node have failed.
+        """
         import ray
 
         asked = [(node, self._actors[node].look.remote()) for node in self._find_nodes()]
@@ -169,11 +176,12 @@ class RayRanks:
         ]
 
     def _find_nodes(self) -> list[int]:
-        """Find the nodes that answer: none if their ranks have not been started."""
+        """List the nodes that still answer; none if their ranks have not been started."""
         return [node for node in range(len(self._addresses)) if node not in self._lost]
 
     def _show(self, output: bytes) -> None:
-        """Show whole lines, but not the first rank's own error message: the launcher prints the first cause."""
+        """Show whole lines, except the first rank's own error message, because the launcher prints the first
+        cause."""
         *lines, self._line = (self._line + output).split(b"\n")
         for line in lines:
             if not line.startswith(b"realrl: "):
@@ -181,29 +189,29 @@ class RayRanks:
         sys.stderr.flush()
 
     def read_heartbeats(self) -> dict[int, Heartbeat]:
-        """Read the heartbeats of the last poll."""
+        """Return the heartbeats of the last poll."""
         return {rank: heartbeat for look in self._looks for rank, heartbeat in look.heartbeats.items()}
 
     def read_failures(self) -> list[Failure]:
-        """Read the failures that ranks have reported, and the failures of lost nodes."""
+        """Return the failures that ranks have reported, and the failures of lost nodes."""
         found = list(self._lost.values())
         for node in self._find_nodes():
             found += self._call(node, "read_failures") or []
         return found
 
     def works(self, heartbeat: Heartbeat) -> bool:
-        """Check whether a rank's process works; False if its node does not answer."""
+        """Return whether a rank's process works; False if its node does not answer."""
         return bool(self._call(self._cluster.node(heartbeat.rank), "works", heartbeat))
 
     def signal(self, number: int, ranks: Sequence[int]) -> None:
-        """Signal these ranks, if they still run."""
+        """Send a signal to those of these ranks that still run."""
         for node in self._find_nodes():
             here = self._cluster.ranks(node)
             own = [rank - here.start for rank in ranks if rank in here]
             self._actors[node].call.remote("signal", int(number), own)
 
     def kill(self) -> None:
-        """Kill the ranks, and give the nodes back."""
+        """Kill the ranks, and release the nodes."""
         import ray
         from ray.util.placement_group import remove_placement_group
 
@@ -219,11 +227,11 @@ class RayRanks:
         self._actors, self._addresses, self._group = [], [], None
 
     def keep_logs(self, directory: Path | None) -> Path | None:
-        """Find the logs: each rank has written its own into the run directory."""
+        """Return the directory of the logs. Each rank has written its own log into the run directory."""
         return directory if directory is not None and directory.is_dir() else None
 
     def close(self) -> None:
-        """Show the rest of the output."""
+        """Show the output that has not been shown yet."""
         self._show(b"\n" if self._line else b"")
 
     def _call(self, node: int, method: str, *arguments: Any) -> Any:
@@ -237,10 +245,10 @@ class RayRanks:
 
 
 def connect_to_ray(cluster: Cluster, *, gpus: bool | None, settings: LaunchConfig) -> StartRanks:
-    """Connect to a Ray cluster; return what starts ranks there.
+    """Connect to a Ray cluster, and return a function that starts ranks there.
 
-    `gpus`: whether ranks compute on GPUs; None if they do when the nodes have some. UserError without Ray, without
-    a Ray cluster, or if that has no such nodes.
+    `gpus`: whether ranks compute on GPUs; None uses GPUs if the nodes have any. Raises UserError if Ray is not
+    installed, if there is no Ray cluster, or if it lacks such nodes.
     """
     if find_spec("ray") is None:
         raise UserError("launch.by=ray needs Ray, which is not installed: pip install 'realrl[ray]'")
@@ -255,7 +263,7 @@ def connect_to_ray(cluster: Cluster, *, gpus: bool | None, settings: LaunchConfi
                 " address in RAY_ADDRESS"
             ) from None
         except (RuntimeError, ValueError) as error:
-            # The cluster has another version of Ray or Python, or the address is not valid.
+            # The cluster may have another version of Ray or Python, or the address may be invalid.
             raise UserError(f"launch.by=ray: {' '.join(str(error).split())}") from None
     if gpus is None:
         gpus = _count_fitting(Cluster(1, 1), "GPU") > 0
@@ -266,12 +274,12 @@ def connect_to_ray(cluster: Cluster, *, gpus: bool | None, settings: LaunchConfi
         raise UserError(
             f"cluster={cluster} needs {_describe_nodes(cluster, kind)}; the nodes of the Ray cluster have {have}"
         )
-    # The job keeps its name after restarts, so that ranks know that the run is theirs.
+    # The job keeps its name after restarts, so that ranks recognise the run as theirs.
     return partial(RayRanks, gpus, secrets.token_hex(8), settings.freeze_seconds)
 
 
 def _list_import_path() -> str:
-    """Make this process's PYTHONPATH absolute: the user's code may be there."""
+    """Make the paths in this process's PYTHONPATH absolute, because the user's code may be there."""
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return os.pathsep.join(dict.fromkeys(str(Path(entry).absolute()) for entry in given if entry))
 
@@ -281,7 +289,7 @@ def _first_sentence(error: Exception) -> str:
 
 
 def _count_fitting(cluster: Cluster, kind: str) -> int:
-    """Count the nodes of `cluster` that can each get a node of the Ray cluster with enough devices."""
+    """Count the nodes of `cluster` for which the Ray cluster has a separate node with enough devices."""
     import ray
 
     have = sorted((node["Resources"].get(kind, 0) for node in ray.nodes() if node["Alive"]), reverse=True)
@@ -290,5 +298,5 @@ def _count_fitting(cluster: Cluster, kind: str) -> int:
 
 
 def _describe_nodes(cluster: Cluster, kind: str) -> str:
-    """Write the nodes of a cluster: `2 nodes with 8 GPUs each`."""
+    """Describe the nodes of a cluster, for example `2 nodes with 8 GPUs each`."""
     return " and ".join(f"{nodes} nodes with {devices} {kind}s each" for nodes, devices in cluster.runs)

@@ -1,4 +1,4 @@
-"""Comparison of predicted and measured time and memory of a run. No torch."""
+"""Compare predicted and measured time and memory of a run. Does not import torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Everything about a run that its time and memory depend on."""
+    """Everything about a run that determines its time and memory."""
 
     job: Job
     spec: ClusterSpec | None
@@ -40,7 +40,7 @@ class RunInfo:
     software: Mapping[str, str]
     prompts: Sequence[int]
     answers: Sequence[int]
-    """Measured lengths in tokens."""
+    """Measured lengths of answers in tokens."""
     reserved: int
     """Peak bytes that torch's allocator reserved on a GPU."""
     resident: HostMemory
@@ -89,7 +89,7 @@ def compare(info: RunInfo, prediction: Prediction | None, log: "TimingLog") -> C
         reallocations=tuple(
             _move(text, expected, log)
             for text in _reallocations(info.job.train.programs)
-            if text in log.spans  # an average with a period may not have been due yet
+            if text in log.spans  # a moving average with a period may not have been due yet
         ),
         reserved_bytes=info.reserved or None,
         resident_bytes=info.resident.resident or None,
@@ -114,9 +114,9 @@ def _call(call: Call, info: RunInfo, expected: Estimate | None, log: "TimingLog"
 
 
 def _peak(expected: Estimate, call: str) -> int:
-    """Find the peak bytes of a call on any device, without the allocator's fragmentation."""
+    """Return the peak memory of a call in bytes, over all devices, without the allocator's fragmentation."""
     footprints = (f for device in expected.memory for f in device.footprints if f.during == call)
-    # torch allocates neither of them.
+    # Leave out the parts that torch does not allocate.
     apart = (MemoryPart(PartKind.FRAGMENTATION), MemoryPart(PartKind.COMMUNICATORS))
     return max(f.bytes - sum(f.parts.get(part, 0) for part in apart) for f in footprints)
 
@@ -129,6 +129,6 @@ def _move(text: str, expected: Estimate | None, log: "TimingLog") -> MoveCosts:
 
 
 def _reallocations(programs: Sequence[Program]) -> list[str]:
-    """List the reallocations as text, in the order of the programs."""
+    """List the texts of all reallocations, in the order of the programs."""
     moves = (i for program in programs for i in program.instructions if isinstance(i, Reallocate))
     return list(dict.fromkeys(map(format_instruction, moves)))

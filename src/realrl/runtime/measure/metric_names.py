@@ -1,6 +1,6 @@
-"""Names of performance metrics. No torch."""
+"""Names of performance metrics. Does not import torch."""
 
 PERFORMANCE = "perf/"
-"""Prefix of metrics about speed, as opposed to learning."""
+"""Prefix of metrics about speed, as opposed to metrics about learning."""
 IDLE_RANK = "idle/rank-"
-"""Second prefix of the idle share of a rank; the rank's number follows."""
+"""Second prefix of metrics with the idle share of a rank. The rank's number follows."""

@@ -1,4 +1,4 @@
-"""Performance metrics of training steps: throughput, MFU, bandwidth, packing, and idle time of ranks."""
+"""Compute performance metrics of training steps: throughput, MFU, bandwidth, packing, and idle time of ranks."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,10 +22,10 @@ from realrl.runtime.measure.work_done import WorkDone
 
 
 def find_peak_flops(device: DeviceKind, dtype: Dtype, profile: Profile | None = None) -> float | None:
-    """Find the peak FLOP/s of matmuls of models in a data type.
+    """Return the peak FLOP/s of the matrix products of models in a data type.
 
-    It is that of the data sheet or the cluster file; else, as for a CPU, the largest that a profile of such devices
-    has measured; else None.
+    The peak comes from the data sheet or the cluster file. If they have none, as for a CPU, it is the highest rate
+    that a profile of such devices has measured. None without such a profile.
     """
     if ("fp32_flops" if dtype == "float32" else "bf16_flops") not in device.guessed:
         return device.flops(dtype)
@@ -33,14 +33,15 @@ def find_peak_flops(device: DeviceKind, dtype: Dtype, profile: Profile | None = 
 
 
 def find_peak_bandwidth(device: DeviceKind, profile: Profile | None = None) -> float | None:
-    """Find the bytes per second of device memory, from the same sources as `find_peak_flops`."""
+    """Return the bandwidth of device memory in bytes per second, from the same sources as `find_peak_flops`."""
     if "memory_bytes_per_s" not in device.guessed:
         return device.memory_bytes_per_s
     return _scale(device, profile, None if profile is None else profile.memory_bytes_per_s())
 
 
 def _scale(device: DeviceKind, profile: Profile | None, measured: float | None) -> float | None:
-    """Scale a rate that a profile has measured to a device's number of threads; None for one of other devices."""
+    """Scale a measured rate of a profile to the number of threads of a device; None for a profile of other
+    devices."""
     if profile is None or measured is None or profile.device != device.name:
         return None
     if profile.threads is None or not device.cpu:
@@ -49,7 +50,7 @@ def _scale(device: DeviceKind, profile: Profile | None, measured: float | None) 
 
 
 MOST_RANKS = 64
-"""Maximum number of ranks with a metric of its own for each idle share."""
+"""Maximum number of ranks for which each rank has its own metric of idle time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +63,14 @@ class Performance:
     graph: DataflowGraph
     plan: Plan
     models: Mapping[str, StoredModel]
-    """By role."""
+    """Models by role."""
     spec: ClusterSpec | None
-    """Devices of the run; None if their kind, and so their peak, is unknown."""
+    """Devices of the run; None if their kind, and so their peak, is not known."""
     profile: Profile | None
 
     @property
     def missing(self) -> str | None:
-        """Sentence on missing metrics and the reason; None if all are present."""
+        """A sentence that names missing metrics and the reason; None if all are present."""
         if self.spec is None:
             return "MFU and decode bandwidth are left out: the kind of these devices, and so their peak, is unknown"
         calls = [call for call in self.graph.calls if not call.is_function]
@@ -142,7 +143,7 @@ class Performance:
             return
         model = self.models[done.call.model_role]
         shape, width = model.shape, model.width(done.place.strategy)
-        # Only reads count; widening quantised matrices does not.
+        # Count only reads, not the writes that widening quantised matrices needs.
         stored = width if shape.quantised is None else 1
         weights = float(stored * shape.layers * count_read_weights(shape, rows / steps))
         weights += width * count_head_weights(shape, model.head)
@@ -157,16 +158,16 @@ class Performance:
         return count_pass_flops(self.models[done.call.model_role], done.call.kind, **sums)
 
     def _peak_flops(self, call: Call, ranks: Sequence[int]) -> float | None:
-        """Sum the peak FLOP/s of devices in the compute type of a call."""
+        """Add up the peak FLOP/s of the devices of these ranks, in the dtype in which a call computes."""
         dtype = self.models[call.model_role].dtype_under(self.plan[call.name].strategy)
         return self._sum_devices(ranks, lambda device: find_peak_flops(device, dtype, self.profile))
 
     def _bandwidth(self, ranks: Sequence[int]) -> float | None:
-        """Sum the memory bandwidth of devices."""
+        """Add up the memory bandwidth of the devices of these ranks."""
         return self._sum_devices(ranks, lambda device: find_peak_bandwidth(device, self.profile))
 
     def _sum_devices(self, ranks: Sequence[int], find: Callable[[DeviceKind], float | None]) -> float | None:
-        """Sum a figure of devices; None if it is unknown for any of them."""
+        """Add up a figure over the devices of these ranks; None if it is unknown for one of them."""
         if self.spec is None:
             return None
         total = 0.0
@@ -178,13 +179,13 @@ class Performance:
         return total
 
     def _idle(self, ranks: Sequence[StepTimes], step: StepSpans) -> list[float]:
-        """Compute the share of the step in which each rank executes neither call nor reallocation nor copy."""
+        """Compute, for each rank, the share of the step in which it executes no call, reallocation or copy."""
         busy = [times.copying for times in ranks]
         generates = {call.name for call in self.graph.calls if call.kind is Kind.GENERATE}
         for span in step.spans:
             if span.alone:
-                continue  # a function, which runs beside other work, or a wait for one
-            # Replicas generate independently; ranks of other calls wait for each other.
+                continue  # a function, which runs at the same time as other work, or a wait for one
+            # Replicas generate independently of each other. In other calls, all ranks wait for each other.
             group_of = self.plan[span.name].item_index if span.name in generates else lambda _: 0
             for rank, seconds in span.measure_busy(group_of).items():
                 busy[rank] += seconds
@@ -207,5 +208,5 @@ class _CallDone:
         return cls(call, place, max(1e-9, sum(span.seconds for span in spans)), work)
 
     def sum(self, name: str) -> int:
-        """Sum a count over replicas."""
+        """Add up a count over all replicas."""
         return sum(getattr(work, name) for work in self.work)

@@ -1,4 +1,4 @@
-"""Timer of the steps of one rank: times of each instruction, and its peak memory."""
+"""Measure the steps of one rank: the times of each instruction, and its peak memory."""
 
 import math
 import time
@@ -25,14 +25,14 @@ from realrl.runtime.processes.process import Process
 
 
 class Allocations:
-    """Allocations of a block of code."""
+    """The memory allocations of a block of code."""
 
     def __init__(self) -> None:
         self.peak = 0
-        """Peak bytes of live tensors that the block has allocated, up to the last `fold`."""
+        """Peak bytes of the block's live allocations, up to the last `fold`."""
         self._alive: dict[int, int] = {}
         self._addresses: list[int] = []
-        """Addresses of live allocations, sorted."""
+        """Sorted addresses of live allocations."""
         self._now = 0
 
     def fold(self) -> None:
@@ -41,7 +41,8 @@ class Allocations:
         self._start()
 
     def _start(self) -> None:
-        # The profiler records allocations in any scope, but operators only in this scope, which never occurs.
+        # The profiler records allocations in every scope. It would record operators only in this scope, which never
+        # occurs.
         config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig())
         torch.autograd._prepare_profiler(config, {ProfilerActivity.CPU})
         never = {RecordScope.LITE_INTERPRETER}
@@ -54,13 +55,13 @@ class Allocations:
             self.count(about.ptr, about.alloc_size)
 
     def count(self, address: int, size: int) -> None:
-        """Count an allocation of `size` bytes at an address; a negative size is a release."""
+        """Count an allocation of `size` bytes at an address. A size of 0 or less means a release."""
         if size <= 0:
-            # The release of an older allocation does not count.
+            # Ignore the release of memory that was allocated before the block.
             if address in self._alive:
                 self._drop(bisect_left(self._addresses, address))
             return
-        # If an address is used again, another thread (of a collective) has released it.
+        # If an address is used again, another thread (of a collective) has released it in the meantime.
         last = bisect_left(self._addresses, address + size) - 1
         while last >= 0 and self._addresses[last] + self._alive[self._addresses[last]] > address:
             self._drop(last)
@@ -76,11 +77,11 @@ class Allocations:
 
 @contextmanager
 def count_allocations() -> Iterator[Allocations]:
-    """Count exactly this thread's allocations for tensors in the block. No other profiler may be active.
+    """Count all tensor allocations of this thread in the block. No other profiler may be active.
 
-    Memory that another thread releases after a collective counts until its address is used again. An allocation is
-    not slowed down; each takes 2 kB until the block ends or folds, and 4 µs then. torch itself counts on GPUs only,
-    and a process's resident memory may include freed memory.
+    Memory that another thread releases after a collective counts until its address is used again. Allocations are
+    not slowed down. The record of each takes 2 kB until the block ends or folds, and 4 µs to process then. torch
+    itself counts only on GPUs, and the resident memory of a process may include freed memory.
     """
     found = Allocations()
     found._start()
@@ -91,23 +92,26 @@ def count_allocations() -> Iterator[Allocations]:
 
 
 _ROUNDS = 10
-"""Number of message exchanges that compare the clocks of nodes."""
+"""Number of message exchanges in a comparison of the clocks of nodes."""
 
 
 @dataclass(frozen=True)
 class TimedSpan:
-    """One call or reallocation on one rank, or its wait for a function. Seconds of its monotonic clock."""
+    """One call or reallocation on one rank, or its wait for a function.
+
+    Times are seconds of the rank's monotonic clock.
+    """
 
     name: str
     """Name of the call, text of the reallocation, or `waiting_for` the function."""
     start: float
     end: float
     bytes: int | None = None
-    """Peak bytes of tensors during the call and the moves before it."""
+    """Peak bytes of tensors during the call, and during the moves before it."""
     alone: bool = False
-    """Whether ranks run it independently, like a function."""
+    """Whether each rank runs it independently of other ranks, like a function."""
     work: WorkDone | None = None
-    """Work of the rank in a model's call; None if it is unknown, and for everything else."""
+    """Work of the rank in the call of a model. None if it is unknown, and for all other spans."""
 
 
 @dataclass(frozen=True)
@@ -118,16 +122,16 @@ class StepTimes:
     end: float
     spans: tuple[TimedSpan, ...]
     copying: float = 0.0
-    """Seconds of copies between device and host memory, outside calls."""
+    """Seconds spent on copies between device and host memory, outside calls."""
     tokens: int | None = None
-    """Tokens of all prompts and answers of the step; set on one rank."""
+    """Number of tokens of all prompts and answers of the step. Only one rank sets it."""
 
 
 def wait_for(device: torch.device) -> None:
-    """Synchronize the host with a GPU, so that an instruction ends with its work.
+    """Synchronize the host with a GPU, so that an instruction ends when its work on the GPU ends.
 
-    This costs some tens of microseconds, while the device waits for new work. Nearly all calls read their metrics
-    back at their end anyway.
+    This costs tens of microseconds, in which the device waits for new work. Nearly all calls wait at their end
+    anyway, to read their metrics.
     """
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
@@ -136,8 +140,8 @@ def wait_for(device: torch.device) -> None:
 class StepTimer:
     """Measures time and memory of the steps of one rank.
 
-    Peak memory comes from torch's allocator on a GPU, in every step. On a CPU, `count_allocations` plus the buffers
-    of roles measure it in the first step only, whose times do not count.
+    On a GPU, torch's allocator measures the peak memory of every step. On a CPU, it is the sum of
+    `count_allocations` and the buffers of roles. That is measured only in the first step, whose times do not count.
     """
 
     def __init__(
@@ -148,8 +152,11 @@ class StepTimer:
         staged: Callable[[], int],
         kept_beside: Callable[[str], int] = lambda _: 0,
     ) -> None:
-        """held: current bytes of the buffers of roles. No plan counts staged bytes (in message buffers), or the
-        bytes that other calls keep beside a call."""
+        """`held` returns the current bytes of the buffers of roles.
+
+        `staged` returns the bytes in message buffers, and `kept_beside` the bytes that other calls keep during a
+        call. Plans count neither of the two.
+        """
         self._device = device
         self._held = held
         self._staged = staged
@@ -163,7 +170,7 @@ class StepTimer:
         self._read_work: Callable[[], WorkDone] | None = None
         self._allocations: Allocations | None = None
         self.reserved = 0
-        """Peak bytes that torch's allocator reserved on a GPU."""
+        """Peak bytes that torch's allocator has reserved on a GPU."""
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -180,7 +187,7 @@ class StepTimer:
         self._steps.append(StepTimes(start, time.monotonic(), tuple(self._spans), copying=self._copying))
 
     def take(self) -> list[StepTimes]:
-        """Remove and return the steps since the last call."""
+        """Return the steps since the last call of this method, and forget them."""
         steps = self._steps
         self._steps = []
         return steps
@@ -213,24 +220,28 @@ class StepTimer:
                 self._moving_peak = max(self._moving_peak, self._held())
 
     def worked(self, read_work: Callable[[], WorkDone]) -> None:
-        """Register the work of the current call; it is read after the device has finished."""
+        """Register the work of the current call. `read_work` is called after the device has finished."""
         self._read_work = read_work
 
     def function(self, call: str, start: float, end: float, *, waited: tuple[float, float]) -> None:
-        """Register a function that ran beside other instructions, and the interval in which the rank waited."""
+        """Register a function that ran at the same time as other instructions.
+
+        `waited`: when the rank waited for it.
+        """
         self._spans.append(TimedSpan(call, start, end, alone=True))
         self._spans.append(TimedSpan(waiting_for(call), *waited, alone=True))
 
     def fold_allocations(self) -> None:
-        """Fold the allocations of a decode step, or of a micro-batch's pass in one direction, into their peak.
+        """Add the allocations of a decode step, or of a micro-batch's forward or backward pass, to the peak.
 
-        A pass makes about 140 allocations per layer; the events of a whole call would take too much memory.
+        A pass makes about 140 allocations per layer, so keeping the events of a whole call would take too much
+        memory.
         """
         if self._allocations is not None:
             self._allocations.fold()
 
     def _peak(self, found: Allocations | None, call: str) -> int | None:
-        """Find the peak since the previous call. Moves after the last call do not count."""
+        """Return the peak since the previous call. Moves after the last call do not count."""
         moving = self._moving_peak
         self._moving_peak = 0
         if self._cuda:
@@ -243,10 +254,10 @@ class StepTimer:
 
 
 def measure_clock_offsets(process: Process, nodes: int) -> list[float]:
-    """Measure the seconds by which each rank's monotonic clock is ahead of rank 0's. All ranks call this together.
+    """Measure by how many seconds each rank's monotonic clock is ahead of rank 0's. All ranks call this together.
 
-    The processes of one node share a clock, so the result is 0. Between nodes, the precision is the latency of
-    messages: no rank leaves an exchange before all ranks have entered it.
+    With one node, all results are 0, because its processes share a clock. Between nodes, the precision is the
+    latency of messages, because no rank leaves an exchange before all ranks have entered it.
     """
     if nodes == 1:
         return [0.0] * process.world
@@ -263,7 +274,7 @@ def measure_clock_offsets(process: Process, nodes: int) -> list[float]:
 def estimate_offset(
     came: Sequence[float], went: Sequence[float], their_came: Sequence[float], their_went: Sequence[float]
 ) -> float:
-    """Estimate how far another clock is ahead, from the times of arrival and departure at both ends."""
+    """Estimate how many seconds another clock is ahead, from the times of arrival and departure on both sides."""
     least = max(b - a for b, a in zip(their_came, went, strict=True))
     most = min(b - a for b, a in zip(their_went, came, strict=True))
     return (least + most) / 2

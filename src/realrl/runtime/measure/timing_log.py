@@ -1,4 +1,4 @@
-"""Timing log: measured times of steps, calls and reallocations, merged from all ranks."""
+"""Log of the measured times of steps, calls and reallocations, merged from all ranks."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -9,29 +9,36 @@ from realrl.runtime.measure.step_timer import StepTimes, TimedSpan
 
 @dataclass(frozen=True)
 class AlignedSpan:
-    """One execution of a call, reallocation, function or wait on its ranks. Times are in seconds."""
+    """One execution of a call, reallocation, function or wait, on all ranks that take part.
+
+    Times are in seconds.
+    """
 
     name: str
     parts: dict[int, TimedSpan]
-    """By rank, in the time of its own clock."""
+    """The span on each rank, in the time of the rank's own clock."""
     offsets: Sequence[float]
-    """Seconds by which each rank's clock is ahead."""
+    """Number of seconds that each rank's clock is ahead."""
 
     @property
     def alone(self) -> bool:
-        """Whether ranks run it independently, like functions."""
+        """Whether each rank runs it independently of other ranks, like functions."""
         return all(span.alone for span in self.parts.values())
 
     @property
     def seconds(self) -> float:
-        """Seconds from the last rank's start to the last rank's end; for functions, of the slowest rank."""
+        """Seconds from the start of the last rank to the end of the last rank.
+
+        For functions: seconds of the slowest rank.
+        """
         if self.alone:
             return max(span.end - span.start for span in self.parts.values())
         ended = max(span.end - self.offsets[rank] for rank, span in self.parts.items())
         return max(0.0, ended - self._begun(self.parts))
 
     def measure_busy(self, group_of: Callable[[int], int]) -> dict[int, float]:
-        """Measure the busy seconds of each rank: from the start of the last rank in its group to its own end."""
+        """Compute the busy seconds of each rank: from the start of the last rank in its group to the rank's own
+        end."""
         groups: defaultdict[int, list[int]] = defaultdict(list)
         for rank in self.parts:
             groups[group_of(rank)].append(rank)
@@ -43,15 +50,15 @@ class AlignedSpan:
         }
 
     def _begun(self, ranks: Iterable[int]) -> float:
-        """Find the start of the last of these ranks."""
+        """Return the time at which the last of these ranks started."""
         return max(self.parts[rank].start - self.offsets[rank] for rank in ranks)
 
 
 def align_spans(step: Sequence[StepTimes], offsets: Sequence[float]) -> list[AlignedSpan]:
-    """Align the spans of a step on one clock; `offsets` as in `AlignedSpan`."""
+    """Align the spans of a step on one clock. For `offsets`, see `AlignedSpan`."""
     found: defaultdict[tuple[str, int], dict[int, TimedSpan]] = defaultdict(dict)
     for rank, times in enumerate(step):
-        # A reallocation may occur several times in a step, and so may a call in sampling rounds.
+        # A reallocation may occur several times in a step. So may a call, in sampling rounds.
         seen: defaultdict[str, int] = defaultdict(int)
         for span in times.spans:
             found[span.name, seen[span.name]][rank] = span
@@ -60,19 +67,19 @@ def align_spans(step: Sequence[StepTimes], offsets: Sequence[float]) -> list[Ali
 
 
 KEPT_STEPS = 10_000
-"""Maximum number of kept steps: the first and the latest, so that memory stays bounded."""
+"""Maximum number of steps to keep: the first and the latest ones. It limits memory."""
 
 
 @dataclass
 class Times:
-    """Seconds of a step, call or reallocation in each step, and its peak memory on a device."""
+    """Seconds that a step, call or reallocation takes in each step, and its peak memory on a device."""
 
     seconds: list[float] = field(default_factory=list)
     bytes: int | None = None
 
     @property
     def counted(self) -> list[float]:
-        """Seconds without the first step, a warm-up, if there are others."""
+        """Seconds of all steps except the first, which is a warm-up, unless it is the only one."""
         return self.seconds[1:] or self.seconds
 
     def add(self, seconds: float) -> None:
@@ -83,7 +90,7 @@ class Times:
 
 @dataclass(frozen=True)
 class StepSpans:
-    """A step on all ranks: its seconds, as `TimingLog` counts them, and its spans."""
+    """A step on all ranks: its duration in seconds as in `TimingLog`, and its spans."""
 
     seconds: float
     spans: Sequence[AlignedSpan]
@@ -94,14 +101,17 @@ class TimingLog:
 
     def __init__(self) -> None:
         self.step = Times()
-        """Times of steps on the last rank: from the end of the previous step, or the first rank's start if that is
-        later, to the end."""
+        """Times of steps, which end when the last rank ends. A step starts at the end of the previous step, or when
+        the first rank starts if that is later."""
         self.spans: defaultdict[str, Times] = defaultdict(Times)
-        """Times by call, or by the text of a reallocation; see `AlignedSpan.seconds`."""
+        """Times by the name of a call, or by the text of a reallocation; see `AlignedSpan.seconds`."""
         self._ended = float("-inf")
 
     def add(self, step: Sequence[StepTimes], offsets: Sequence[float]) -> StepSpans:
-        """Add the times of a step by rank. offsets: seconds by which each rank's clock is ahead."""
+        """Add the times of a step, which `step` lists by rank.
+
+        `offsets`: seconds that each rank's clock is ahead.
+        """
         end = max(times.end - ahead for times, ahead in zip(step, offsets, strict=True))
         start = min(times.start - ahead for times, ahead in zip(step, offsets, strict=True))
         found = StepSpans(end - max(start, self._ended), align_spans(step, offsets))

@@ -1,4 +1,4 @@
-"""Work of one rank in a call: tokens passed, sampled and padded."""
+"""Work of one rank in a call: numbers of tokens in passes, of sampled tokens, and of padding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,29 +11,33 @@ class WorkDone:
     """Work of one data-parallel replica in a call, counted by one of its ranks."""
 
     tokens: int
-    """Tokens in forward passes, without padding.
+    """Number of tokens in forward passes, without padding.
 
-    Training counts every epoch. Generation counts each prompt once for all its samples, and the sampled tokens."""
+    Training counts every epoch. Generation counts each prompt once for all its samples, and adds the sampled
+    tokens.
+    """
     scored: int
-    """Tokens for which the head computes outputs: sampled tokens in generation, all tokens otherwise."""
+    """Number of tokens for which the head computes outputs: in generation the sampled tokens, otherwise all
+    tokens."""
     squares: int
-    """Sum of squared sequence lengths, for attention; samples of a prompt count the prompt once."""
+    """Sum of squared sequence lengths, which determines the work of attention. Samples of a prompt count the prompt
+    once."""
     micro_batches: int = 0
     padded_tokens: int = 0
-    """`tokens` of training and inference with attention's padding; 0 without padding."""
+    """Like `tokens` for training and inference, but including attention's padding; 0 if there is no padding."""
     decode_steps: int = 0
-    """Decode steps of all decode batches; each reads all weights."""
+    """Number of decode steps in all decode batches. Each step reads all weights."""
     decode_rows: int = 0
-    """Rows of these steps, finished rows included."""
+    """Number of rows in these steps, including finished rows."""
     decoded: int = 0
-    """Unfinished rows of these steps."""
+    """Number of unfinished rows in these steps."""
     cached: int = 0
-    """Tokens whose keys and values decode steps read; a prompt counts once for all its samples."""
+    """Number of tokens whose keys and values decode steps read. A prompt counts once for all its samples."""
     prefill_seconds: float = 0.0
 
 
 def read_passes(counts: PassCounts) -> WorkDone:
-    """Read the work of a train or inference call."""
+    """Return the work of a train or inference call."""
     return WorkDone(
         tokens=counts.tokens,
         scored=counts.tokens,
@@ -48,8 +52,8 @@ def count_generation(
 ) -> WorkDone:
     """Count the work of a generate call, given the tokens of prompts and of whole sequences by row.
 
-    `groups` has the rows of each prompt. A row's first decode step passes the last prompt token, and its last token
-    is never passed, so n tokens take n decode steps.
+    `groups` has the rows of each prompt. The first decode step of a row processes the last token of the prompt. The
+    last token of the row is never processed, so n new tokens take n decode steps.
     """
     answers = [whole - prompt for whole, prompt in zip(sequences, prompts, strict=True)]
     distinct = [prompts[rows[0]] for rows in groups]

@@ -1,4 +1,7 @@
-"""Record of an algorithm in a run's directory, so that reports need not import the algorithm's code. No torch."""
+"""Record of an algorithm in a run's directory. With it, reports need not import the algorithm's code.
+
+Does not import torch.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,13 +16,13 @@ from realrl.config.files import write_whole
 from realrl.recipe.algorithm import AlgorithmSpec, SummaryMetric
 
 RECORD = "algorithm.json"
-"""File of a run directory."""
+"""Name of the record's file in a run directory."""
 
 
 class AlgorithmRecord(Settings):
     """The part of an `AlgorithmSpec` that reports need."""
 
-    # Labels may be empty, and JSON has lists for tuples.
+    # Labels may be empty, and JSON has lists instead of tuples.
     model_config = ConfigDict(str_min_length=0, strict=False)
 
     name: str
@@ -31,7 +34,7 @@ class AlgorithmRecord(Settings):
 
     @classmethod
     def of(cls, spec: AlgorithmSpec, trained: Sequence[str]) -> Self:
-        """Make the record of an algorithm that trains these roles."""
+        """Create the record of an algorithm that trains these roles."""
         return cls(
             name=spec.name,
             trained=tuple(trained),
@@ -41,12 +44,12 @@ class AlgorithmRecord(Settings):
         )
 
     def save(self, run_dir: Path) -> None:
-        """Write the file of a run directory. Raises OSError."""
+        """Write the record into a run directory. Raises OSError."""
         write_whole(run_dir / RECORD, self.model_dump_json(indent=2) + "\n")
 
     @classmethod
     def load(cls, run_dir: Path) -> Self:
-        """Read the file of a run directory. Raises UserError for wrong content."""
+        """Read the record of a run directory. Raises UserError for wrong content."""
         file = run_dir / RECORD
         try:
             return cls.model_validate_json(file.read_bytes())

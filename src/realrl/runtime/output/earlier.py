@@ -1,4 +1,4 @@
-"""Earlier run in a recipe's directory: it is continued, deleted, or in the way. No torch."""
+"""Find an earlier run in a recipe's directory: it is continued or deleted, or an error. Does not import torch."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from realrl.runtime.output.rundir import HISTORY, RunDirectory, read_history
 from realrl.runtime.processes.environment import find_job, restart_count
 
 _OF_START = {"run_dir", "overwrite", "resume"}
-"""Settings of one start of a run; changes of these are not reported."""
+"""Settings that apply to one start of a run only. Changes of these settings are not reported."""
 FREE = _OF_START | {
     "cluster",
     "device",
@@ -44,15 +44,16 @@ FREE = _OF_START | {
 LENGTH = ("training.steps", "training.epochs")
 """Settings that determine the number of steps."""
 _SHOWN = 3
-"""Number of changed settings in an error message."""
+"""Maximum number of changed settings in an error message."""
 
 
 @dataclass(frozen=True)
 class EarlierRun:
     """An earlier run that is continued.
 
-    checkpoints: steps before each, the latest first; without one, the run starts from its beginning.
-    changed: settings that differ now, as `name: old, now new`. finished: nothing is left to do.
+    `checkpoints`: number of steps before each checkpoint, the latest first. If it is empty, the run starts from its
+    beginning. `changed`: settings that differ now, as `name: old, now new`. `finished`: whether nothing is left to
+    do.
     """
 
     checkpoints: tuple[int, ...]
@@ -66,9 +67,10 @@ def describe_finished(run_dir: str) -> str:
 
 
 def find_earlier_run(experiment: Experiment) -> EarlierRun | None:
-    """Find the run in the recipe's directory that is to be continued; None if a new run starts.
+    """Find the run in the recipe's directory that must be continued; None if a new run starts.
 
-    Raises UserError if the directory cannot be used, or if an earlier run may be neither continued nor deleted.
+    Raises UserError if the directory cannot be used, or if it has an earlier run that may not be continued or
+    deleted.
     """
     directory = RunDirectory(experiment.run_dir)
     if not directory.check(experiment):
@@ -106,7 +108,7 @@ def find_earlier_run(experiment: Experiment) -> EarlierRun | None:
 
 
 def _is_of_this_job(path: Path) -> bool:
-    """Check whether the run in a directory belongs to the launch that has just restarted it."""
+    """Return whether the run in a directory belongs to the launch that has just restarted it."""
     starts, job = read_history(path / HISTORY), find_job()
     return bool(starts) and (job is None or starts[-1].get("job") == job)
 
@@ -118,7 +120,7 @@ def _find_models(path: Path) -> Path | None:
 def _read_config(path: Path) -> Mapping[str, Any]:
     """Read the settings of an earlier run as this version would write them.
 
-    An older version may have written relative paths, and lacks newer settings.
+    An older version may have written relative paths, and did not write newer settings.
     """
     read = read_yaml(str(path / CONFIG))
     if not isinstance(read, dict):
@@ -126,7 +128,7 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     try:
         return dump_settings(parse_experiment(read))
     except UserError:
-        # This version cannot read it; the comparison then shows the settings that are wrong.
+        # This version cannot read the settings, so the comparison will show which ones are wrong.
         return read
 
 
@@ -135,7 +137,7 @@ def _is_free(name: str) -> bool:
 
 
 def _compare(old: Any, new: Any, name: str = "") -> dict[str, tuple[Any, Any]]:
-    """List pairs of different values by dotted names."""
+    """Find the values that differ. Keys are dotted names; values are pairs (old, new)."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         found: dict[str, tuple[Any, Any]] = {}
         for key in dict.fromkeys([*old, *new]):

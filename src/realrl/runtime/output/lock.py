@@ -1,4 +1,4 @@
-"""Lock of a run's directory, so that two commands never write there at once. No torch."""
+"""Lock a run's directory, so that two commands never write there at once. Does not import torch."""
 
 import fcntl
 import json
@@ -15,24 +15,26 @@ from realrl.config.paths import local_path
 from realrl.runtime.processes.environment import restart_count
 
 LOCK = "lock"
-"""File of a run directory, locked by the rank that writes; it names the rank's process."""
+"""File of a run directory that the writing rank locks. It contains the id of the rank's process."""
 _PATIENCE, _PATIENCE_OF_RESTART = 5.0, 30.0
-"""Seconds to wait for an ending process; a restarted run waits longer, for its own earlier start."""
+"""Seconds to wait for a process that is ending. A restarted run waits longer, for its own earlier start."""
 _POLL = 0.1
 
 
 class RunLock:
-    """Lock of a run's directory. The system releases it when the process ends, even after a crash."""
+    """The lock of a run's directory. The system releases it when the process ends, even after a crash."""
 
     def __init__(self, run_dir: str) -> None:
         self._path = local_path(run_dir)
         self._descriptor: int | None = None
 
     def take(self, *, make: bool = False) -> None:
-        """Lock the directory if it exists or `make` is set. Raises UserError if another process has locked it.
+        """Lock the directory. Raises UserError if another process has locked it.
 
-        A restarted run never fails here: the host of its earlier start may be gone while its lock remains. A file
-        system without locks locks nothing.
+        A missing directory is created with `make`; without `make`, nothing is locked.
+
+        A restarted run never fails here, because the lock of its earlier start may remain after its host is gone.
+        On a file system without locks, nothing is locked.
         """
         if self._descriptor is not None or not (make or self._path.is_dir()):
             return
@@ -77,7 +79,7 @@ def check_unused(run_dir: str) -> None:
 
 
 def _try_lock(descriptor: int, kind: int, seconds: float) -> bool:
-    """Try to lock a file for `seconds`. Returns False if another process keeps the lock."""
+    """Try for `seconds` to lock a file. Returns False if another process keeps the lock."""
     deadline = time.monotonic() + seconds
     while True:
         try:

@@ -26,7 +26,7 @@ from realrl.runtime.output.untaught import UntaughtSteps
 
 
 def list_data_notes(sets: Mapping[str, Dataset | None]) -> Iterator[str]:
-    """Yield notes on the records of each data set, by its name."""
+    """Yield notes about the records of each data set. `sets` has the data sets by name."""
     known = {name: records for name, records in sets.items() if records is not None}
     for name, records in known.items():
         if records.skipped:
@@ -44,7 +44,7 @@ def list_epoch_notes(training: TrainingConfig, order: Order, steps: int) -> Iter
     """Yield a note if the steps do not match the requested epochs."""
     if training.steps is not None and training.epochs != TrainingConfig.model_fields["epochs"].default:
         yield f"training.epochs={training.epochs:g} has no effect beside training.steps={training.steps}"
-    # Rounded like `Order.steps`.
+    # Round like `Order.steps`.
     asked, taken = math.ceil(training.epochs * order.size - 1e-9), steps * order.batch
     if training.steps is None and taken > asked:
         yield (
@@ -54,11 +54,11 @@ def list_epoch_notes(training: TrainingConfig, order: Order, steps: int) -> Iter
 
 
 _USUAL_LR = 0.01
-"""Learning rate above which a note warns."""
+"""A note warns of learning rates above this one."""
 
 
 def list_model_notes(experiment: Experiment, steps: int, fresh: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Yield notes on models and optimizers; `fresh`: role -> tensors that had to be initialised."""
+    """Yield notes about models and optimizers. `fresh`: for each role, the tensors that had to be initialised."""
     for role, tensors in fresh.items():
         if tensors:
             yield f"models.{role} starts with a new scoring head ({', '.join(tensors)}), since its path has none"
@@ -76,7 +76,7 @@ def list_model_notes(experiment: Experiment, steps: int, fresh: Mapping[str, Seq
 
 
 def list_kernel_notes(experiment: Experiment, shapes: Mapping[str, ModelShape]) -> Iterator[str]:
-    """Yield notes on models whose attention cannot use the requested kernels."""
+    """Yield notes about models whose attention cannot use the requested kernels."""
     if "fa4" not in experiment.kernels:
         return
     for role, shape in shapes.items():
@@ -92,7 +92,7 @@ def list_kernel_notes(experiment: Experiment, shapes: Mapping[str, ModelShape]) 
 def list_resume_notes(
     experiment: Experiment, earlier: EarlierRun | None, restored: Restored | None
 ) -> Iterator[str]:
-    """Yield notes on the earlier run and the checkpoint of a resumed run."""
+    """Yield notes about the earlier run and the checkpoint of a resumed run."""
     if earlier is None:
         return
     if restored is None:
@@ -103,7 +103,7 @@ def list_resume_notes(
     yield f"continues after step {restored.state.step} from {restored.path}"
     for change in earlier.changed:
         yield f"changed since: {change}"
-    # With a number of steps, the number of epochs has no effect.
+    # If a number of steps is set, the number of epochs has no effect.
     decisive = LENGTH if experiment.training.steps is None else "training.steps"
     if restored.state.step and any(change.startswith(decisive) for change in earlier.changed):
         for role, config in trained_models(experiment.model_configs).items():
@@ -115,7 +115,7 @@ def list_resume_notes(
 
 
 def list_state_notes(found: tuple[Path, Mapping[str, Any]] | None) -> Iterator[str]:
-    """Yield a note on the saved state from which the algorithm starts."""
+    """Yield a note about the saved state from which the algorithm starts."""
     if found is not None:
         file, state = found
         values = ", ".join(
@@ -134,11 +134,11 @@ def describe_mixture(sources: Sequence[SourceCount]) -> str:
 
 
 _KEPT = 1000
-"""Maximum number of different notes of an algorithm: notes with numbers differ every time."""
+"""Maximum number of different notes of an algorithm that are remembered. Notes with numbers differ every time."""
 
 
 class StepNotes:
-    """Notes on training steps, with counts of skipped optimizer steps and of steps without effect."""
+    """Writes notes about training steps, and counts skipped optimizer steps and training steps without effect."""
 
     def __init__(self, algorithm: Algorithm, spec: AlgorithmSpec) -> None:
         self._algorithm, self._spec = algorithm, spec
@@ -148,16 +148,16 @@ class StepNotes:
         self.untaught = UntaughtSteps()
 
     def take_evaluation(self, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of an evaluation by `call/name`; the first evaluation precedes the first step."""
+        """Remember the metrics of an evaluation, by `call/name`. The first evaluation precedes the first step."""
         if self._evaluated is None:
             self._evaluated = metrics
 
     def describe_step(self, step: int, metrics: Mapping[str, float]) -> Iterator[str]:
-        """Yield notes on a step, counted from 1; metrics are by `call/name`."""
+        """Yield notes about a step, which is counted from 1. Metrics are by `call/name`."""
         for call in self._algorithm.graph.calls:
             skipped = int(metrics.get(f"{call.name}/skipped_steps", 0))
             before, self._skipped[call.name] = self._skipped[call.name], self._skipped[call.name] + skipped
-            # Report the first one, then every doubling of the count.
+            # Report the first skipped step, then every doubling of their number.
             if skipped and before.bit_length() < self._skipped[call.name].bit_length():
                 start = f"{call.name}/skipped_for/"
                 causes = ", ".join(name.removeprefix(start) for name in metrics if name.startswith(start))
@@ -174,7 +174,7 @@ class StepNotes:
             yield from list_metric_notes(self._spec, self._algorithm.graph, metrics, self._evaluated)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state on which later notes depend."""
+        """Return the state that determines later notes."""
         return {
             "said": sorted(self._said),
             "skipped": dict(self._skipped),
@@ -182,13 +182,13 @@ class StepNotes:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a `state_dict`."""
+        """Load what `state_dict` returned."""
         self._said, self._skipped = set(state["said"]), Counter(state["skipped"])
-        self.untaught.load_state_dict(state.get("untaught", {}))  # missing in states of older versions
+        self.untaught.load_state_dict(state.get("untaught", {}))  # older versions did not save this
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Number of skipped optimizer steps by call; empty without any."""
+        """Number of skipped optimizer steps of each call that has skipped any."""
         return dict(+self._skipped)
 
 
@@ -198,10 +198,10 @@ def list_metric_notes(
     trained: Mapping[str, float],
     evaluated: Mapping[str, float] | None,
 ) -> Iterator[str]:
-    """Yield a note on every metric that the description names but the first step and evaluation lack.
+    """Yield a note about each metric that the description names but the first step and the first evaluation lack.
 
-    graph: the calls of a training step. trained, evaluated: metrics by `call/name`; None for a run without
-    evaluation, in which a metric of evaluations may be missing.
+    `graph`: the calls of a training step. `trained`, `evaluated`: metrics by `call/name`. `evaluated` is None in a
+    run without evaluation, in which metrics of evaluations may be missing.
     """
     given = {*trained, *(evaluated or ())}
     for field, name in _named_metrics(spec):
@@ -210,7 +210,7 @@ def list_metric_notes(
             spec, graph, call, evaluated is not None
         ):
             continue
-        # Summaries show metrics of evaluations.
+        # Summaries show only metrics of evaluations.
         found = given if field != "summary" else {*(evaluated or ())}
         if any(metric == name or metric.endswith(f"/{name}") for metric in found):
             continue
@@ -233,8 +233,8 @@ def _named_metrics(spec: AlgorithmSpec) -> list[tuple[str, str]]:
 
 
 def _is_expected(spec: AlgorithmSpec, graph: DataflowGraph, call: str, evaluates: bool) -> bool:
-    """Tell whether a metric of a call must exist by now; call "" means any call."""
-    if call in spec.optional_calls:  # the recipe may lack these calls
+    """Return whether a metric of a call must exist by now. An empty `call` stands for any call."""
+    if call in spec.optional_calls:  # the recipe may not have these calls
         return False
     if evaluates or spec.eval_graph is None:
         return True

@@ -1,4 +1,4 @@
-"""Run directory: all files that a run writes, and the history of its starts."""
+"""The run directory: all files that a run writes, and the history of its starts."""
 
 import json
 import os
@@ -49,21 +49,22 @@ from realrl.runtime.output.trackers import TRACKED, Trackers, open_trackers
 from realrl.runtime.processes.environment import find_job, restart_count
 
 HISTORY = "history.jsonl"
-"""File with one line for each start of the run."""
+"""Name of the file with one line for each start of the run."""
 PLAN, PROGRAMS = "plan.yaml", "programs"
-"""Files of every run's directory. A directory without them is never deleted."""
+"""Names that every run's directory contains. A directory without them is never deleted."""
 CODE = "code"
-"""Directory with copies of the code files that the recipe names; each copy is named by its setting."""
+"""Name of the directory with copies of the code files that the recipe names. The name of a copy is that of its
+setting."""
 _STARTED = {PROGRAMS, CONFIG, PLAN, CODE, RECORD, HISTORY, "logs", "ranks", *TRACKED}
-"""Everything that exists before the first step; a run that ended earlier has left nothing else."""
+"""Names of everything that exists before the first step. A run that ended earlier has left nothing else."""
 BEST_NOTE = f"{BEST}.json"
-"""File about the evaluation of the best models."""
+"""Name of the file about the evaluation that produced the best models."""
 EVALUATIONS = "eval"
-"""Directory of `realrl eval`. It is not part of the run."""
+"""Name of the directory for results of `realrl eval`. It is not part of the run."""
 
 
 class RunDirectory:
-    """Paths of a run, and its files. Only the rank that writes may write."""
+    """The paths and files of a run. Only the rank that writes may call methods that write."""
 
     def __init__(self, path: str, trained: Sequence[str] = ()) -> None:
         """`trained` are the roles that the run saves."""
@@ -73,10 +74,10 @@ class RunDirectory:
         self._trackers = Trackers()
 
     def check(self, experiment: Experiment) -> bool:
-        """Check that the directory can be used. Returns whether it holds a run.
+        """Check that the directory can be used. Returns whether it contains a run.
 
-        It must be writable, and empty or a run's. With `overwrite`, it must not hold a model, data or another file
-        that the run reads. Raises UserError.
+        The directory must be writable, and must be empty or that of a run. With `overwrite`, it must not contain a
+        model, data or another file that the run reads. Raises UserError if it cannot be used.
         """
         if not self.path.is_file():
             check_directory(f"run_dir={self.path}", self.path)
@@ -94,7 +95,7 @@ class RunDirectory:
         return True
 
     def _check_sources(self, experiment: Experiment) -> None:
-        """Check that the run reads nothing in the directory, which will be deleted. Raises UserError if it does."""
+        """Check that the run reads no file in the directory, which will be deleted. Raises UserError if it does."""
         inside = self.path.resolve()
         for name, source in _sources(experiment):
             files = [local_path(file) for file in (source, *glob(str(local_path(source)), recursive=True))]
@@ -105,7 +106,8 @@ class RunDirectory:
                 )
 
     def mark(self) -> tuple[int, int] | None:
-        """Identity of the run in this directory, which a new run changes; None without a run."""
+        """Return a value that identifies the run in this directory, and differs for a new run; None without a
+        run."""
         try:
             status = (self.path / CONFIG).stat()
         except OSError:
@@ -119,10 +121,10 @@ class RunDirectory:
         programs: Mapping[str, Sequence[Program]],
         restored: Restored | None = None,
     ) -> None:
-        """Make the directory and write config, code, plan and programs, before the first step.
+        """Create the directory, and write config, code, plan and programs, before the first step.
 
-        A `restored` run keeps everything that it wrote before its checkpoint. Raises UserError like `check`, and if
-        the directory cannot be written.
+        A `restored` run keeps everything that it wrote before its checkpoint. Raises UserError like `check`, and
+        also if the directory cannot be written.
         """
         self.check(experiment)
         try:
@@ -132,7 +134,7 @@ class RunDirectory:
                 remove_partial(self.path)
                 shutil.rmtree(self.path / PROGRAMS, ignore_errors=True)
                 self.go_back(restored)
-            # Samples, data and weights are private unless the user decides otherwise.
+            # Samples, data and weights stay private unless the user decides otherwise.
             make_private(self.path)
             (self.path / PROGRAMS).mkdir(exist_ok=True)
             write_whole(self.path / CONFIG, dump_experiment(experiment))
@@ -160,9 +162,9 @@ class RunDirectory:
                 entry.unlink()
 
     def go_back(self, restored: Restored) -> None:
-        """Delete the files after a checkpoint, unless the run will write them again.
+        """Restore the directory to its state at a checkpoint, except for files that the run will write again.
 
-        Later checkpoints are unreadable or belong to skipped records; they are renamed. Raises OSError.
+        Later checkpoints are unreadable or belong to skipped records, so they are renamed. Raises OSError.
         """
         for step, path in list_checkpoints(self.path).items():
             if step > restored.state.step:
@@ -176,16 +178,16 @@ class RunDirectory:
 
     @property
     def metrics_bytes(self) -> int:
-        """Length of metrics.jsonl."""
+        """Size of metrics.jsonl in bytes."""
         return self._metrics.stat().st_size if self._metrics.exists() else 0
 
     def _of_run(self) -> list[Path]:
-        """List the entries of the directory, without its lock and the files of `realrl eval`."""
+        """List the entries of the directory, except its lock and the files of `realrl eval`."""
         entries = self.path.iterdir() if self.path.exists() else ()
         return [entry for entry in entries if entry.name not in (EVALUATIONS, LOCK)]
 
     def open_trackers(self, experiment: Experiment, say: Callable[[str], None], done: int = 0) -> None:
-        """From now on, send metrics to the recipe's trackers too; `done` steps were trained before."""
+        """From now on, also send metrics to the recipe's trackers. `done`: number of training steps before."""
         self._trackers = open_trackers(experiment, self.path, say, done)
 
     def note(self, text: str) -> None:
@@ -193,13 +195,13 @@ class RunDirectory:
         self._trackers.note(text)
 
     def close_trackers(self, *, done: bool) -> None:
-        """End the trackers, within a time limit; `done`: the run ended well."""
+        """End the trackers within a time limit. `done`: whether the run has ended well."""
         self._trackers.close(done=done)
 
     def log(self, step: int, kind: str, seconds: float, metrics: Mapping[str, float]) -> None:
-        """Append one line to metrics.jsonl; metrics that are not finite become null there.
+        """Append one line to metrics.jsonl, in which metrics that are not finite become null.
 
-        Raises RunError if the line cannot be written; no part of it remains.
+        Raises RunError if the line cannot be written. No part of it then remains in the file.
         """
         line = {
             "step": step,
@@ -208,7 +210,7 @@ class RunDirectory:
             "metrics": replace_infinite(metrics),
         }
         rest = (json.dumps(line) + "\n").encode()
-        # Unbuffered: closing the file would write a buffer again.
+        # Unbuffered, because closing the file would try to write the buffer again.
         with self.writing(self._metrics), self._metrics.open("ab", buffering=0) as file:
             end = file.tell()
             try:
@@ -220,35 +222,41 @@ class RunDirectory:
         self._trackers.log(step, kind, seconds, metrics)
 
     def write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write the samples of an evaluation, one JSON object per line. Raises RunError if that fails."""
+        """Write the samples of an evaluation, one JSON object per line.
+
+        Raises RunError if they cannot be written.
+        """
         file = self.path / "samples" / f"step-{step:06}.jsonl"
         with self.writing(file):
             write_rows(file, rows)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write the summary, which marks a finished run. Raises RunError if that fails."""
+        """Write the summary, which marks the run as finished. Raises RunError if it cannot be written."""
         file = self.path / SUMMARY
         with self.writing(file):
             write_whole(file, json.dumps(summary, indent=2) + "\n")
 
     def write_state(self, which: Checkpoint, algorithm: str, state: Mapping[str, Any]) -> None:
-        """Write the state of an algorithm beside saved models. Raises RunError if that fails."""
+        """Write the state of an algorithm beside saved models. Raises RunError if it cannot be written."""
         file = name_state_file(self.checkpoint(which))
         with self.writing(file):
             write_whole(file, json.dumps({"algorithm": algorithm, "state": state}, indent=2) + "\n")
 
     def drop_best(self) -> None:
-        """Remove the file about the best evaluation while its models are replaced."""
+        """Remove the file about the best evaluation. It must be absent while the models are replaced."""
         (self.path / BEST_NOTE).unlink(missing_ok=True)
 
     def write_best(self, best: Mapping[str, Any]) -> None:
-        """Write the file about the evaluation of the best models. Raises RunError if that fails."""
+        """Write the file about the evaluation that produced the best models.
+
+        Raises RunError if it cannot be written.
+        """
         file = self.path / BEST_NOTE
         with self.writing(file):
             write_whole(file, json.dumps(best, indent=2) + "\n")
 
     def checkpoint(self, which: Checkpoint, role: str = "") -> Path:
-        """Find the directory of saved models, see `checkpoint_path`."""
+        """Return the directory of saved models, see `checkpoint_path`."""
         return checkpoint_path(self.path, which, role)
 
     @contextmanager
@@ -269,7 +277,7 @@ class RunDirectory:
 
 
 def _sources(experiment: Experiment) -> Iterator[tuple[str, str]]:
-    """List everything that the run reads, with the setting's name. Models may be hub names, not files."""
+    """List everything that the run reads, as pairs (setting, path). Models may be hub names instead of paths."""
     yield from ((setting, str(file)) for setting, file in _find_code(experiment).items())
     for role in experiment.spec.roles_of(experiment):
         config = getattr(experiment.models, role)
@@ -289,7 +297,7 @@ def _sources(experiment: Experiment) -> Iterator[tuple[str, str]]:
 
 
 def _find_code(experiment: Experiment) -> dict[str, Path]:
-    """Find the files with the user's code, by the name of their setting."""
+    """Find the files with the user's code, by the names of the settings that refer to them."""
     references: dict[str, str | None] = {
         call.name: call.function
         for call in experiment.graph.functions
@@ -299,27 +307,27 @@ def _find_code(experiment: Experiment) -> dict[str, Path]:
     for role in experiment.spec.roles_of(experiment):
         config = getattr(experiment.models, role)
         references[f"models.{role}.family"] = config.shape.family if config.shape else config.family
-    # Names of installed algorithms and families have no dot.
+    # Names of installed algorithms and families contain no dot.
     files = {name: find_source(given) for name, given in references.items() if given and "." in given}
     return {name: file for name, file in files.items() if file is not None}
 
 
 _MOST = 1 << 22
-"""Bytes of the history that are read."""
+"""Maximum bytes of the history that are read."""
 
 
 def describe_start(step: int, cluster: str, **more: Any) -> dict[str, Any]:
-    """Make the history entry of a start or restart at which `step` training steps were already done."""
+    """Create the history entry of a start or restart, before which `step` training steps were finished."""
     now = {"time": round(time.time(), 3), "step": step, "cluster": cluster, "host": socket.gethostname()}
     return now | {"job": find_job(), "restarts": restart_count()} | more
 
 
 def add_start(file: Path, start: Mapping[str, Any]) -> None:
-    """Append a start to the history of a run. Raises OSError."""
+    """Append an entry to the history of a run. Raises OSError."""
     with file.open("ab", buffering=0) as history:
         history.write((json.dumps(start) + "\n").encode())
 
 
 def read_history(file: Path) -> list[dict[str, Any]]:
-    """Read the starts of a run in order; incomplete lines are skipped."""
+    """Read the history of a run, in order. Incomplete lines are skipped."""
     return list(parse_rows(read_tail(file, _MOST)))

@@ -14,14 +14,14 @@ from realrl.program.lower import WRITER
 from realrl.runtime.processes.process import Process
 
 PATIENCE = 15.0
-"""Seconds until a node sees another node's new file: network file systems poll."""
+"""Maximum seconds until a node sees a new file of another node. Network file systems poll for changes."""
 
 
 def check_shared(run_dir: Path, process: Process, cluster: Cluster) -> None:
-    """Check, on all ranks together, that every node sees the first rank's files in `run_dir`.
+    """Check that every node sees the first rank's files in `run_dir`. All ranks call this together.
 
-    Ranks of several nodes write models there, and a resumed run reads them. Raises UserError on all ranks, with the
-    names of nodes that see another directory.
+    Ranks on several nodes write models there, and a resumed run reads these models. Raises UserError on all ranks,
+    with the names of the nodes that see another directory.
     """
     if cluster.nodes == 1:
         return
@@ -33,7 +33,7 @@ def check_shared(run_dir: Path, process: Process, cluster: Cluster) -> None:
             probe.touch()
         except OSError as error:
             refusal = reason_of(error)
-    # Look only after the file exists: a file system may cache that it is missing.
+    # Look for the file only after it exists, because a file system may remember that it was missing.
     place, refusal = process.gather((str(probe), refusal))[WRITER]
     if refusal:
         raise UserError(f"run_dir={run_dir} cannot be written: {refusal}")
@@ -57,7 +57,7 @@ def _appears(file: Path) -> bool:
     while not file.exists():
         if time.monotonic() > deadline:
             return False
-        # Makes a network file system read the directory again.
+        # This makes a network file system read the directory again.
         with suppress(OSError):
             os.listdir(file.parent)
         time.sleep(0.2)

@@ -19,18 +19,18 @@ from realrl.config.yaml_file import dump_yaml
 from realrl.recipe.run_settings import MlflowConfig, WandbConfig
 
 IDS = "trackers"
-"""Directory with the ids that trackers give a run."""
+"""Name of the directory with the ids that trackers give to a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """A run as trackers see it, without secrets."""
+    """A run as trackers see it, which does not include secrets."""
 
     directory: Path
     settings: Mapping[str, Any]
     """Nested settings of the recipe."""
     done: int = 0
-    """Training steps done before; above 0 if the run is resumed."""
+    """Number of training steps before this start. It is above 0 if the run is resumed."""
     notes: Sequence[str] = ()
     """Notes of earlier starts of the run."""
 
@@ -40,7 +40,7 @@ class TrackedRun:
         return self.directory.resolve().name
 
     def load_id(self, tracker: str) -> str | None:
-        """Find the id that a tracker gave this run at an earlier start."""
+        """Return the id that a tracker gave to this run at an earlier start; None without one."""
         try:
             found = json.loads(self._file(tracker).read_text(encoding="utf-8"))["id"]
         except (OSError, ValueError, LookupError, TypeError):
@@ -48,7 +48,7 @@ class TrackedRun:
         return found if isinstance(found, str) else None
 
     def save_id(self, tracker: str, name: str) -> None:
-        """Keep the id that a tracker gave this run, for when it is resumed. Raises OSError."""
+        """Save the id that a tracker gave to this run, so that it can be resumed. Raises OSError."""
         write_whole(self._file(tracker), json.dumps({"id": name}) + "\n")
 
     def _file(self, tracker: str) -> Path:
@@ -56,27 +56,27 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """A receiver of metrics. All methods are called in a thread of its own, and may raise anything or hang."""
+    """A receiver of metrics. Its methods are called in a separate thread, and may raise any exception or hang."""
 
     def open(self, run: TrackedRun) -> None:
-        """Begin or resume a run. Called again after a failure."""
+        """Begin or resume a run. This is called again after a failure."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take metrics after `step` steps, by names such as `train/actor.train/loss`.
+        """Receive metrics after `step` steps. Names are, for example, `train/actor.train/loss`.
 
-        Steps after a resumed checkpoint come again.
+        If a run resumes or goes back, the steps after its checkpoint come again.
         """
 
     def note(self, text: str) -> None:
-        """Take a note."""
+        """Receive a note."""
 
     def close(self, *, done: bool) -> None:
-        """End the run; `done`: it ended well."""
+        """End the run. `done`: whether it has ended well."""
 
 
 MLFLOW = "mlflow"
 _MLFLOW_PARAMETERS, _MLFLOW_VALUE, _MLFLOW_NOTES = 100, 500, 5000
-"""Maximum parameters in a request, characters of a value, and characters of notes, on any server."""
+"""Limits that hold for every server: parameters in a request, characters of a value, and characters of notes."""
 
 
 class MlflowTracker:
@@ -94,7 +94,7 @@ class MlflowTracker:
         """Begin a run, or resume it."""
         from mlflow import MlflowClient
 
-        # It logs every change of its tables.
+        # MLflow would log every change of its tables.
         logging.getLogger(MLFLOW).setLevel(logging.WARNING)
         self._client = MlflowClient(tracking_uri=self._config.tracking_uri)
         self._notes = list(run.notes)  # a new note replaces the whole text
@@ -117,7 +117,7 @@ class MlflowTracker:
         self._client.log_batch(self._id, metrics=found)
 
     def note(self, text: str) -> None:
-        """Add a line to the description of the run."""
+        """Add a note as a line to the description of the run."""
         self._notes.append(text)
         self._client.set_tag(self._id, "mlflow.note.content", "\n\n".join(self._notes)[-_MLFLOW_NOTES:])
 
@@ -131,7 +131,7 @@ class MlflowTracker:
         try:
             self._client.get_run(name)
         except MlflowException as error:
-            if error.error_code == "RESOURCE_DOES_NOT_EXIST":  # another server, or deleted there
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":  # on another server, or deleted
                 return False
             raise
         return True
@@ -148,7 +148,7 @@ class MlflowTracker:
         return name
 
     def _send_parameters(self) -> None:
-        """Send settings; after a failure, the rest is sent when the run is opened again."""
+        """Send settings. After a failure, the remaining ones are sent when the run is opened again."""
         from mlflow.entities import Param
 
         while self._parameters:
@@ -158,12 +158,12 @@ class MlflowTracker:
 
 
 def _rename(name: str) -> str:
-    """Replace characters that MLflow's names cannot have, as in `pass@8`."""
+    """Replace characters that MLflow does not allow in names, as in `pass@8`."""
     return re.sub(r"[^\w\-. /]", "_", name)
 
 
 def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """List settings that are set, by dotted names."""
+    """Yield the settings that are not null, as pairs (dotted name, value)."""
     for key, value in settings.items():
         if isinstance(value, Mapping) and value:
             yield from _flatten(value, f"{prefix}{_rename(str(key))}.")
@@ -172,11 +172,11 @@ def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 
 BOARD = "tensorboard"
-"""Directory of TensorBoard's files in a run's directory."""
+"""Name of the directory in a run's directory for TensorBoard's files."""
 
 
 class TensorBoardTracker:
-    """Event files for TensorBoard."""
+    """Writes event files for TensorBoard."""
 
     def __init__(self) -> None:
         self._writer: Any = None
@@ -184,7 +184,7 @@ class TensorBoardTracker:
         self._place = ""
 
     def open(self, run: TrackedRun) -> None:
-        """Start an event file; it replaces later steps of earlier files."""
+        """Start an event file, which replaces later steps in older files."""
         self._place = str(run.directory / BOARD)
         self._notes = len(run.notes)
         self._start(run.done + 1)
@@ -203,7 +203,7 @@ class TensorBoardTracker:
             self._writer.add_scalar(name, value, step)
 
     def note(self, text: str) -> None:
-        """Write a text."""
+        """Write a note as text."""
         self._writer.add_text("notes", text, self._notes)
         self._notes += 1
 
@@ -212,7 +212,7 @@ class TensorBoardTracker:
         self._writer.close()
 
     def _start(self, purge_step: int) -> None:
-        """Start an event file that replaces all steps from `purge_step` on."""
+        """Start an event file that replaces all steps from `purge_step` on in older files."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self._writer = SummaryWriter(self._place, purge_step=purge_step)
@@ -220,7 +220,7 @@ class TensorBoardTracker:
 
 WANDB = "wandb"
 STEP = "step"
-"""Metric on the x axis. W&B's own step may only rise, so repeated steps would be lost."""
+"""Metric on the x axis. W&B's own step can only rise, so it would lose repeated steps."""
 
 
 class WandbTracker:
@@ -240,8 +240,8 @@ class WandbTracker:
         if name is None:
             name = uuid.uuid4().hex[:12]
             run.save_id(WANDB, name)
-        # The command line, output, sources and git are not sent: they may contain secrets.
-        # `silent` also keeps W&B from asking for a key.
+        # Do not send command line, output, sources and git data, because they may contain secrets. `silent` also
+        # keeps W&B from asking for a key.
         settings = wandb.Settings(
             console="off", disable_git=True, save_code=False, silent=True, x_disable_meta=True
         )
@@ -264,11 +264,11 @@ class WandbTracker:
         self._notes = list(run.notes)  # a new note replaces the whole text
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send a row of metrics."""
+        """Send the metrics of a step as one row."""
         self._run.log({STEP: step, **metrics})
 
     def note(self, text: str) -> None:
-        """Add a line to the notes of the run."""
+        """Add a note as a line to the notes of the run."""
         self._notes.append(text)
         self._run.notes = "\n".join(self._notes)
 

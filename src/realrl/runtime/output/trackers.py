@@ -1,4 +1,4 @@
-"""Trackers of a run, each in a thread of its own, so that none can stop or delay the run. No torch."""
+"""Run each tracker of a run in its own thread, so that none can stop or delay the run. Does not import torch."""
 
 import threading
 import time
@@ -26,18 +26,18 @@ from realrl.runtime.processes.environment import ABANDONED
 from realrl.runtime.supervision.run_end import read_notes
 
 CAPACITY = 1000
-"""Maximum number of waiting records; new records replace the oldest."""
+"""Maximum number of waiting records. Further records replace the oldest ones."""
 TRIES = 3
-"""Number of tries per record."""
+"""Maximum number of tries for each record."""
 PAUSE, LONGEST_PAUSE = 1.0, 60.0
-"""Seconds between two tries: doubled with each consecutive failure, up to the maximum."""
+"""Seconds between two tries, and their maximum. Each consecutive failure doubles the seconds."""
 _LONG = 300
-"""Maximum characters of a tracker's error."""
+"""Maximum characters of a tracker's error message."""
 
 
 @dataclass(frozen=True)
 class _Record:
-    """Metrics of a step, or the text of a note."""
+    """The metrics of a step, or the text of a note."""
 
     step: int = 0
     metrics: Mapping[str, float] | None = None
@@ -51,7 +51,7 @@ class _Record:
 
 
 class BackgroundTracker:
-    """A tracker in a thread of its own. Methods return at once and never raise, except that `finish` waits."""
+    """A tracker in its own thread. Methods never raise, and all except `finish` return at once."""
 
     def __init__(self, name: str, tracker: Tracker, run: TrackedRun, capacity: int = CAPACITY) -> None:
         self._name, self._tracker, self._run = name, tracker, run
@@ -59,7 +59,7 @@ class BackgroundTracker:
         self._capacity = capacity
         self._changed = threading.Condition()
         self._closing: bool | None = None
-        """Whether the run ended well; None while it runs."""
+        """Whether the run has ended well; None while it runs."""
         self._logged = self._delivered = 0
         self._messages: deque[str] = deque()
         self._said: set[str] = set()
@@ -68,7 +68,7 @@ class BackgroundTracker:
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Queue metrics of a step."""
+        """Queue the metrics of a step."""
         self._logged += 1
         self._put(_Record(step, dict(metrics)))
 
@@ -77,17 +77,17 @@ class BackgroundTracker:
         self._put(_Record(text=redact(text)))
 
     def take_messages(self) -> list[str]:
-        """Return and remove the messages for the user."""
+        """Return the messages for the user, and forget them."""
         return [self._messages.popleft() for _ in range(len(self._messages))]
 
     def begin_closing(self, *, done: bool) -> None:
-        """Let the tracker end when no record waits; `done`: the run ended well."""
+        """Let the tracker end when no record waits any more. `done`: whether the run has ended well."""
         with self._changed:
             self._closing = done
             self._changed.notify_all()
 
     def finish(self, deadline: float) -> None:
-        """Wait for the tracker until the deadline on the monotonic clock, and report missed records."""
+        """Wait for the tracker until the deadline on the monotonic clock, and report records that it has missed."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         late = ""
         if self._thread.is_alive():
@@ -157,9 +157,9 @@ class BackgroundTracker:
 
 
 TRACKED = (IDS, BOARD, "wandb")
-"""Directories that trackers make in a run's directory."""
+"""Names of the directories that trackers create in a run's directory."""
 HASTE = 1.0
-"""Maximum seconds that a failed run waits for its trackers; its launcher waits longer for its error."""
+"""Maximum seconds that a failed run waits for its trackers. Its launcher waits longer than that for its error."""
 
 
 class Trackers:
@@ -171,23 +171,26 @@ class Trackers:
         say: Callable[[str], None] = lambda text: None,
         patience: float = 0.0,
     ) -> None:
-        """`say` shows messages to the user; `close` waits `patience` seconds."""
+        """`say` shows messages to the user. `close` waits at most `patience` seconds."""
         self._trackers, self._say, self._patience = trackers, say, patience
 
     def log(self, step: int, kind: str, seconds: float, metrics: Mapping[str, float]) -> None:
-        """Send the metrics of a training step or an evaluation (`kind`)."""
+        """Send metrics. `kind` is that of a training step or an evaluation."""
         named = {f"{kind}/{name}": value for name, value in metrics.items()}
         for tracker in self._trackers:
             tracker.log(step, {**named, f"{kind}/seconds": seconds})
         self._show_messages()
 
     def note(self, text: str) -> None:
-        """Send a note."""
+        """Send a note to all trackers."""
         for tracker in self._trackers:
             tracker.note(text)
 
     def close(self, *, done: bool) -> None:
-        """End all trackers, and report missed records; `done`: the run ended well. A second call does nothing."""
+        """End all trackers, and report missed records. `done`: whether the run has ended well.
+
+        Further calls do nothing.
+        """
         deadline = time.monotonic() + (self._patience if done else min(self._patience, HASTE))
         for tracker in self._trackers:
             tracker.begin_closing(done=done)
@@ -214,7 +217,7 @@ def check_trackers(experiment: Experiment) -> None:
 def open_trackers(
     experiment: Experiment, directory: Path, say: Callable[[str], None], done: int = 0
 ) -> Trackers:
-    """Start the trackers of a recipe, each in a thread; `done` steps were trained before."""
+    """Start the trackers of a recipe, each in a thread. `done`: number of training steps before this start."""
     run = TrackedRun(
         directory=directory, settings=dump_settings(experiment), done=done, notes=read_notes(directory)
     )
@@ -241,6 +244,6 @@ def _make(name: str, config: TrackersConfig) -> Tracker:
 
 
 def _is_installed(module: str) -> bool:
-    """Tell whether a library is installed; a directory with its name, which W&B leaves behind, does not count."""
+    """Return whether a library is installed. A directory with its name, which W&B leaves behind, does not count."""
     found = find_spec(module)
     return found is not None and found.origin is not None

@@ -1,4 +1,4 @@
-"""Training steps without effect: their gradient was exactly 0. No torch."""
+"""Find training steps without effect, whose gradient was exactly 0. Does not import torch."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
@@ -6,9 +6,9 @@ from typing import Any
 
 
 def find_untaught(metrics: Mapping[str, float | None]) -> dict[str, str]:
-    """Find the train calls whose gradient was exactly 0 in a step, and why.
+    """Find the train calls whose gradient was exactly 0 in a step. Returns the reason for each call.
 
-    metrics: by `call/name`; None for a number that is not finite.
+    `metrics` has values by `call/name`. None stands for a number that is not finite.
     """
     suffix = "/learning_rate"  # every train call reports it
     calls = [name.removesuffix(suffix) for name in metrics if name.endswith(suffix)]
@@ -47,7 +47,10 @@ class UntaughtSteps:
         self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
     def take(self, metrics: Mapping[str, float | None]) -> Iterator[str]:
-        """Count a step. Yields a note on the first such step of a call, and on each doubling of the count."""
+        """Count a step.
+
+        Yields a note at the first step without effect of a call, and at each doubling of their number.
+        """
         for call, reason in find_untaught(metrics).items():
             before = self._counts[call].total()
             self._counts[call][reason] += 1
@@ -56,7 +59,10 @@ class UntaughtSteps:
                 yield f"taught the {_name_role(call)} nothing: {reason}{so_far}"
 
     def describe(self, steps: str) -> Iterator[str]:
-        """Yield a sentence for each call with such steps. steps: number of all steps, `5` or `the last 20`."""
+        """Yield a sentence for each call that had such steps.
+
+        `steps`: number of all steps, such as `5` or `the last 20`.
+        """
         for call, reasons in self._counts.items():
             most = reasons.most_common()
             why = ", or ".join(f"{reason} ({n})" for reason, n in most) if len(most) > 1 else most[0][0]
@@ -64,15 +70,15 @@ class UntaughtSteps:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of these steps by call; empty without any."""
+        """Number of steps without effect, for each call that has any."""
         return {call: reasons.total() for call, reasons in self._counts.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Save the counts. JSON."""
+        """Return the counts as JSON values."""
         return {call: dict(reasons) for call, reasons in self._counts.items()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, int]]) -> None:
-        """Load what `state_dict` saved."""
+        """Load what `state_dict` returned."""
         self._counts = defaultdict(Counter, {call: Counter(reasons) for call, reasons in state.items()})
 
 

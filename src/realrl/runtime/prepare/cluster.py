@@ -1,4 +1,4 @@
-"""The `cluster` setting of a recipe. No torch."""
+"""Read the `cluster` setting of a recipe. Does not import torch."""
 
 from realrl.config.paths import is_yaml
 from realrl.plan.cluster import Cluster
@@ -6,7 +6,7 @@ from realrl.planner.cluster.cluster_spec import ClusterSpec
 
 
 def named_cluster(text: str) -> ClusterSpec | None:
-    """Read the devices that `cluster` names by kind or in a file; None if it only counts devices.
+    """Return the devices that `cluster` names by kind or in a file; None if it only counts devices.
 
     Raises UserError for a wrong name or file.
     """
@@ -15,7 +15,7 @@ def named_cluster(text: str) -> ClusterSpec | None:
 
 
 def written_cluster(text: str) -> Cluster | None:
-    """Read the nodes and devices per node of `cluster`; None for `auto`. Raises UserError for anything else."""
+    """Return the nodes and devices per node of `cluster`; None for `auto`. Raises UserError for anything else."""
     if text == "auto":
         return None
     named = named_cluster(text)

@@ -1,6 +1,6 @@
-"""What a rank with a GPU does with memory that its plan leaves free: loads begin early, decode memory stays.
+"""Use the GPU memory that a plan leaves free: loads begin early, and decode memory is kept.
 
-A CPU has neither: copies and computation share its cores, and it has no CUDA graphs. No torch.
+A CPU can do neither: copies and computation share its cores, and it has no CUDA graphs. Does not import torch.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ from realrl.runtime.prepare.job import Job
 from realrl.runtime.prepare.scenarios import phase_scenarios
 
 _KEPT_PARTS = ("cache", "graphs")
-"""Parts of a generate call's memory that may stay until the next step."""
+"""Parts of a generate call's memory that may be kept until the next step."""
 
 
 def list_early_loads(
@@ -25,9 +25,9 @@ def list_early_loads(
     gpu: Gpu | None,
     kept: Mapping[str, int] | None = None,
 ) -> list[tuple[Program, EarlyLoads]]:
-    """List the loads that may begin during the call before them, for every program of a rank that has any.
+    """List the loads that may begin during the call before them, for each program of the rank that has such loads.
 
-    They never raise the peak of device memory. `kept` is what `list_kept_decoding` found.
+    Early loads never raise the peak of device memory. `kept` is the result of `list_kept_decoding`.
     """
     if gpu is None:
         return []
@@ -60,10 +60,12 @@ def list_early_loads(
 
 
 def list_kept_decoding(job: Job, rank: int, gpu: Gpu | None) -> dict[str, int]:
-    """List the generate calls of a training step that keep their KV cache and CUDA graphs, with the planned bytes.
+    """List the generate calls of a training step that keep their KV cache and CUDA graphs, with their planned
+    bytes.
 
-    A call qualifies if its parameters never leave the device and everything else, evaluations included, still fits.
-    Calls with tensor parallelism do not: their graphs contain collectives and must go before the communicators do.
+    A call qualifies if its parameters never leave the device, and if everything else still fits, including
+    evaluations. Calls with tensor parallelism do not qualify: their graphs contain collectives, so they must be
+    freed before the communicators.
     """
     if gpu is None:
         return {}
@@ -85,7 +87,7 @@ def list_kept_decoding(job: Job, rank: int, gpu: Gpu | None) -> dict[str, int]:
         )
         parts = stages[run.placement.stage(rank)].dynamic
         found = kept | {run.call: sum(parts.get(part, 0) for part in _KEPT_PARTS)}
-        # An evaluation keeps nothing itself, so its calls run beside everything that training keeps.
+        # An evaluation keeps no memory of its own, so its calls run beside all memory that training keeps.
         if parts.get("graphs") and all(
             size + _count_beside(found, during if name == "train" else "") <= capacity
             for name, during, size in beside
@@ -95,7 +97,7 @@ def list_kept_decoding(job: Job, rank: int, gpu: Gpu | None) -> dict[str, int]:
 
 
 def _count_beside(kept: Mapping[str, int], call: str) -> int:
-    """Count the bytes that other calls have left while `call` runs."""
+    """Count the bytes that other calls keep while `call` runs."""
     return sum(size for name, size in kept.items() if name != call)
 
 

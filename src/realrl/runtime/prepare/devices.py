@@ -1,4 +1,4 @@
-"""Devices of a recipe, described for the planner. No torch."""
+"""Describe the devices of a recipe for the planner. Does not import torch."""
 
 from dataclasses import replace
 
@@ -14,15 +14,17 @@ from realrl.runtime.prepare.gpu import NO_GPU, Gpu, Here
 from realrl.runtime.prepare.host import count_threads, host_memory
 
 _ANY_GPU = replace(DEVICES["h100"], name="gpu", memory_bytes=1 << 60, host_memory_bytes=1 << 60)
-"""Stand-in for an unknown GPU if only memory counts; its decode steps are CUDA graphs, the worst case."""
+"""Stand-in for an unknown GPU when only memory matters. Its decode steps are CUDA graphs, which is the worst
+case."""
 
 
 def spec_of(experiment: Experiment, cluster: Cluster, here: Here | None = None) -> ClusterSpec | None:
     """Describe the devices of a recipe; None if their kind is unknown.
 
-    Sources of the kind, in this order: `cluster`; `cpu` if the recipe computes on CPUs; `here`, the devices of this
-    machine. Sources of their memory: `device_memory`; this machine's GPU, or a process's share of its memory, if it
-    may be of the kind; the kind. `with_host_memory` sets the memory of hosts.
+    The kind of the devices comes from `cluster`, or else from `here`, the devices of this machine; it is `cpu` if
+    the recipe computes on CPUs. The size of their memory comes from `device_memory`. Without this setting, it is
+    measured on this machine if its devices may be of the kind: the memory of the GPU, or a process's share of the
+    host memory. Otherwise the kind determines it. `with_host_memory` sets the memory of hosts.
     """
     spec = named_cluster(experiment.cluster)
     if spec is None:
@@ -42,7 +44,7 @@ def spec_of(experiment: Experiment, cluster: Cluster, here: Here | None = None) 
 
 
 def _may_be(here: Here, kind: DeviceKind) -> bool:
-    """Check whether this machine's device may be of a kind; user-defined kinds match by name."""
+    """Return whether this machine's device may be of a kind. User-defined kinds match by name."""
     if here == "cpu" or kind.cpu:
         return here == "cpu" and kind.cpu
     known = find_gpu_kind(here.name)
@@ -52,7 +54,7 @@ def _may_be(here: Here, kind: DeviceKind) -> bool:
 def memory_spec(experiment: Experiment, cluster: Cluster, here: Here | None = None) -> ClusterSpec:
     """Describe the devices of a recipe for questions about memory alone.
 
-    A GPU of unknown kind is treated like an H100; its memory is unlimited if unknown.
+    A GPU of unknown kind is treated like an H100. If the size of its memory is unknown, the memory is unlimited.
     """
     spec = spec_of(experiment, cluster, here)
     if spec is not None:
@@ -65,10 +67,10 @@ def memory_spec(experiment: Experiment, cluster: Cluster, here: Here | None = No
 
 
 def check_kind(experiment: Experiment, cluster: Cluster, here: Here) -> None:
-    """Check that this machine computes on the kind of devices that a recipe names. Raises UserError if not.
+    """Check that this machine has the kind of devices that a recipe names. Raises UserError if not.
 
-    Missing GPUs are refused. So are CPUs in place of GPUs and the reverse, because prediction and calibration would
-    be for other devices.
+    Missing GPUs are refused. CPUs instead of GPUs, or GPUs instead of CPUs, are refused too, because prediction and
+    calibration would be for other devices.
     """
     if experiment.device == "cuda" and here == "cpu":
         raise UserError(NO_GPU)
@@ -83,7 +85,7 @@ def check_kind(experiment: Experiment, cluster: Cluster, here: Here) -> None:
 
 
 def host_is_device(experiment: Experiment, spec: ClusterSpec) -> bool:
-    """Check whether devices are processes in one machine's memory; offloading then frees nothing."""
+    """Return whether the devices are processes that share one machine's memory. Offloading then frees nothing."""
     return experiment.device_memory is None and spec.groups[0].device.cpu
 
 
@@ -100,7 +102,7 @@ def search_spec(experiment: Experiment, cluster: Cluster, here: Here) -> Cluster
 
 
 def _with_threads(spec: ClusterSpec) -> ClusterSpec:
-    """Give the built-in CPU kind the threads that its processes have on this machine."""
+    """Set the number of threads of the built-in CPU kind to that of processes on this machine."""
     plain = DEVICES["cpu"]
     threads = count_threads(spec.cluster.largest_node)
     groups = (
@@ -111,10 +113,10 @@ def _with_threads(spec: ClusterSpec) -> ClusterSpec:
 
 
 def _cpu(experiment: Experiment, cluster: Cluster, here: Here | None) -> DeviceKind | None:
-    """Describe a process as a device, if the recipe computes on CPUs."""
+    """Describe a process as a device; None unless the recipe computes on CPUs."""
     if here is None and experiment.device != "cpu":
         return None
-    each = cluster.largest_node  # if nodes differ, all count as the slowest
+    each = cluster.largest_node  # if nodes differ, all are treated like the slowest one
     kind = DEVICES["cpu"].with_threads(count_threads(each))
     return replace(kind, memory_bytes=max(1, host_memory() // each))
 
@@ -133,7 +135,7 @@ def _spec(cluster: Cluster, kind: DeviceKind) -> ClusterSpec:
 
 
 def with_host_memory(spec: ClusterSpec, experiment: Experiment, here: Here | None = None) -> ClusterSpec:
-    """Set the memory of hosts: the recipe's, or this machine's if its devices may be of the kind."""
+    """Set the memory of hosts to the recipe's value, or to this machine's if its devices may be of the kind."""
     if experiment.host_memory is not None:
         size = parse_bytes(experiment.host_memory)
     elif isinstance(here, Gpu) and len(spec.uniform_parts) == 1 and _may_be(here, spec.groups[0].device):
@@ -144,7 +146,7 @@ def with_host_memory(spec: ClusterSpec, experiment: Experiment, here: Here | Non
 
 
 def with_memory(spec: ClusterSpec, size: int) -> ClusterSpec:
-    """Set the memory of devices. Raises UserError if it is less than drivers need."""
+    """Set the memory of devices. Raises UserError if this is less than drivers need."""
     groups = (replace(group, device=replace(group.device, memory_bytes=size)) for group in spec.groups)
     spec = replace(spec, groups=tuple(groups))
     try:

@@ -1,4 +1,4 @@
-"""Devices of this machine, for a process that must not use its GPUs itself. No torch."""
+"""Find the devices of this machine, in a process that must not use its GPUs itself. Does not import torch."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ from typing import Literal
 from realrl.config.errors import UserError
 
 NO_GPU = "device=cuda, but torch finds no GPU here; use device=cpu"
-"""Error message for a run that asks for a missing GPU."""
+"""Error message if a run requests a GPU that is missing."""
 
 _ASK = """
 import json, torch
@@ -22,7 +22,7 @@ if torch.cuda.is_available():
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, described by its driver."""
+    """A GPU, as its driver describes it."""
 
     name: str
     """Name, for example `NVIDIA H100 80GB HBM3`."""
@@ -32,13 +32,13 @@ class Gpu:
 _COUNT = "import torch; print('GPUs', torch.cuda.device_count())"
 
 Here = Gpu | Literal["cpu"]
-"""Devices that ranks compute with."""
+"""The kind of device on which ranks compute."""
 
 
 def ask_machine(device: Literal["auto", "cpu", "cuda"]) -> Here:
-    """Find the device that ranks of this machine use for a setting of `device`: the first GPU, if any.
+    """Find the device that ranks on this machine use with this setting of `device`: the first GPU, or the CPU.
 
-    A child process asks, because CUDA may keep device memory in each process that uses it.
+    A child process queries CUDA, because CUDA may occupy device memory in each process that uses it.
     """
     if device == "cpu":
         return "cpu"
@@ -48,7 +48,7 @@ def ask_machine(device: Literal["auto", "cpu", "cuda"]) -> Here:
 
 
 def count_visible_gpus(device: Literal["auto", "cpu", "cuda"]) -> int | None:
-    """Count the GPUs that ranks of this machine would find now; None if they compute on CPUs."""
+    """Count the GPUs that ranks on this machine would find now; None if they compute on CPUs."""
     if device == "cpu":
         return None
     done = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True, check=False)
@@ -69,9 +69,9 @@ except UserError as error:
 
 
 def try_kernels(names: Sequence[str]) -> None:
-    """Switch kernels of other packages on in a child process. Raises UserError if this machine cannot.
+    """Try kernels of other packages in a child process. Raises UserError if this machine cannot use them.
 
-    This also compiles them, before ranks wait for each other.
+    This also compiles the kernels, before ranks wait for each other.
     """
     if not names:
         return

@@ -1,4 +1,4 @@
-"""Memory and cores that processes may use on this machine. No torch."""
+"""Find the memory and the cores that processes may use on this machine. Does not import torch."""
 
 import os
 import sys
@@ -12,21 +12,21 @@ _CONTROL_GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def host_memory(groups: Path = _CONTROL_GROUPS, own: Path = _OWN_GROUPS) -> int:
-    """Find the bytes of memory that containers and batch systems allow this process and its peers.
+    """Return the bytes of memory that containers and batch systems allow this process and its peers.
 
-    `groups` is Linux's directory of control groups, `own` the file that names this process's groups.
+    `groups` is Linux's directory of control groups. `own` is the file that names the groups of this process.
     """
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([physical, *(limit for limit, _ in _limits(groups, own))])
 
 
 def free_group_memory(groups: Path = _CONTROL_GROUPS, own: Path = _OWN_GROUPS) -> int | None:
-    """Find the bytes that control groups have left, see `host_memory`; None without a limit."""
+    """Return the bytes of memory that control groups still allow, see `host_memory`; None without a limit."""
     return min((max(0, limit - used) for limit, used in _limits(groups, own)), default=None)
 
 
 def cpu_quota(groups: Path = _CONTROL_GROUPS, own: Path = _OWN_GROUPS) -> float | None:
-    """Find the number of cores that control groups allow this process and its peers; None without a limit."""
+    """Return the number of cores that control groups allow this process and its peers; None without a limit."""
     quotas = []
     for group, controllers in _own_groups(groups, own):
         if controllers == "":
@@ -41,7 +41,7 @@ def cpu_quota(groups: Path = _CONTROL_GROUPS, own: Path = _OWN_GROUPS) -> float 
 
 
 def free_group_threads(groups: Path = _CONTROL_GROUPS, own: Path = _OWN_GROUPS) -> int | None:
-    """Find how many more threads and processes control groups allow; None without a limit."""
+    """Return how many more threads and processes control groups allow; None without a limit."""
     left = []
     for group, controllers in _own_groups(groups, own):
         if controllers == "" or "pids" in controllers.split(","):
@@ -68,13 +68,13 @@ def count_threads(processes: int) -> int:
 
 
 _BARE_PROCESS = 400 << 20
-"""Resident bytes of a process with torch and without a model; measured 380 to 490 MiB."""
+"""Resident bytes of a process that has loaded torch but no model; measured 380 to 490 MiB."""
 
 
 def describe_crowd(processes: int) -> str | None:
-    """Describe more processes than cores; None if there are enough cores.
+    """Describe the problem if there are more processes than cores; None if there are enough cores.
 
-    Raises UserError if memory is too small for the processes alone, without any model.
+    Raises UserError if memory is too small even for processes without models.
     """
     cores, memory = count_cores(), host_memory()
     if processes * _BARE_PROCESS > memory:
@@ -90,9 +90,9 @@ def describe_crowd(processes: int) -> str | None:
 
 
 def _limits(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
-    """List (limit, used) bytes of every control group of this process with a limit.
+    """Yield limit and used bytes of every control group of this process that has a limit.
 
-    Cached pages of files do not count as used, because the system drops them when memory is needed.
+    Cached pages of files do not count as used, because the system drops them when it needs memory.
     """
     for group, controllers in _own_groups(groups, own):
         if controllers == "":
@@ -109,10 +109,10 @@ def _limits(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
 
 
 def _own_groups(groups: Path, own: Path) -> Iterator[tuple[Path, str]]:
-    """List the control groups of this process, parents included, each with its controllers.
+    """Yield the control groups of this process and their parents, each with its controllers.
 
-    Groups of the unified hierarchy have all controllers and name none. Older hierarchies lie in a directory named
-    after their controllers, or after one of them.
+    Groups of the unified hierarchy have all controllers and name none. An older hierarchy is in a directory that is
+    named after all its controllers, or after one of them.
     """
     try:
         lines = own.read_text(encoding="utf-8").splitlines()

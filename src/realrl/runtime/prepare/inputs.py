@@ -1,4 +1,4 @@
-"""Tokenizer, functions and records of a run, and the checks that need them."""
+"""Load the tokenizer, functions and records of a run, and check what depends on them."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
@@ -28,13 +28,13 @@ from realrl.runtime.prepare.job import Phase
 def load_shared_tokenizer(experiment: Experiment) -> Any:
     """Load the tokenizer of the run, which all roles must share.
 
-    Its chat template is `data.chat_template`, if the recipe sets one. Raises UserError if roles have different
-    vocabularies, or a vocabulary does not fit its model.
+    If the recipe sets `data.chat_template`, the tokenizer gets this template. Raises UserError if roles have
+    different vocabularies, or if a vocabulary does not fit its model.
     """
     first: tuple[str, str, Any] | None = None
     loaded: dict[str, Any] = {}
     roles = experiment.spec.roles
-    # Roles that take their model from another role come last, so that errors name the original role.
+    # Roles that take their model from another role come last, so that errors name the other role.
     for role, config in sorted(
         experiment.model_configs.items(), key=lambda item: roles[item[0]].weights_from is not None
     ):
@@ -63,7 +63,7 @@ def load_shared_tokenizer(experiment: Experiment) -> Any:
 
 
 def list_tokenizer_notes(experiment: Experiment, tokenizer: Any) -> Iterator[str]:
-    """Yield a note for each model whose own tokenizer has other ids than the run's."""
+    """Yield a note for each model whose own tokenizer has other ids than the tokenizer of the run."""
     told: set[str] = set()
     for role, config in experiment.model_configs.items():
         if config.path is None or config.tokenizer in (None, config.path) or config.path in told:
@@ -94,10 +94,10 @@ def _advise_growth(role: str, config: ModelConfig, tokens: int) -> str:
 
 
 def load_stop_token_ids(experiment: Experiment, tokenizer: Any) -> tuple[int, ...]:
-    """Find the tokens that end generation, in the recipe or in the files of the generating role's model.
+    """Return the tokens that end generation, from the recipe or from the files of the generating role's model.
 
-    If no role generates, the first language model is asked, or the first model of any kind. Raises UserError if
-    there is no such token, or one is outside the model's vocabulary.
+    If no role generates, the first language model decides, or else the first model. Raises UserError if there is no
+    such token, or if one is outside the model's vocabulary.
     """
     configs, heads = experiment.model_configs, experiment.spec.heads
     generating = [call.model_role for call in experiment.graph.calls if call.kind is Kind.GENERATE]
@@ -115,10 +115,10 @@ def load_stop_token_ids(experiment: Experiment, tokenizer: Any) -> tuple[int, ..
 def read_stop_token_ids(
     tokenizer: Any, path: str | None, vocabulary: int, options: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[int, ...]:
-    """Find the tokens that end generation of a model, including the end of a turn in the chat template.
+    """Return the tokens that end generation of a model, including the end of a turn in the chat template.
 
-    `path` is the model's directory, if there is one; `options` are further arguments of the chat template. Raises
-    UserError if there is no such token, or one is outside the vocabulary.
+    `path` is the model's directory, if there is one. `options` are additional arguments of the chat template.
+    Raises UserError if there is no such token, or if one is outside the vocabulary.
     """
     check_tokenizer(tokenizer)
     found = list_stop_token_ids(tokenizer, None if path is None else read_origin(path), vocabulary)
@@ -127,7 +127,7 @@ def read_stop_token_ids(
 
 
 def check_stop_token_ids(option: str, stop_token_ids: Iterable[int], vocabulary: int) -> None:
-    """Check that an option's tokens are in the model's vocabulary. Raises UserError if not."""
+    """Check that the tokens of a command-line option are in the model's vocabulary. Raises UserError if not."""
     for token in stop_token_ids:
         if token >= vocabulary:
             raise UserError(
@@ -136,9 +136,10 @@ def check_stop_token_ids(option: str, stop_token_ids: Iterable[int], vocabulary:
 
 
 def load_functions(algorithm: Algorithm, phases: Iterable[Phase], rank: int) -> dict[str, FunctionMethod]:
-    """Load the methods of the functions that a rank calls in any kind of step.
+    """Load the functions that a rank calls in any kind of step.
 
-    Raises UserError if one cannot be called."""
+    Raises UserError if one of them cannot be called.
+    """
     found: dict[str, FunctionMethod] = {}
     for phase in phases:
         for call in phase.graph.functions:
@@ -159,7 +160,7 @@ class RecordLoader:
         functions: Mapping[str, FunctionMethod],
         read: RecordReader = read_records,
     ) -> None:
-        """`functions` are called by this rank; `read` reads the records of a source.
+        """`functions`: the functions that this rank calls. `read` reads the records of a source.
 
         Raises UserError if a role's model supports only shorter sequences.
         """
@@ -170,11 +171,12 @@ class RecordLoader:
     def load_train(self, phase: Phase) -> Dataset:
         """Load and tokenize training records.
 
-        Raises UserError for a wrong record, or if records lack what a function needs."""
+        Raises UserError for a wrong record, or if records lack fields that a function needs.
+        """
         return self._load(self._experiment.data.train, phase)
 
     def load_eval(self, phase: Phase, judge: Judge | None) -> Dataset:
-        """Load evaluation records in the same way; `judge` is set on the rank that calls it."""
+        """Load evaluation records like `load_train`. `judge` is set only on the rank that calls it."""
         return self._load(self._experiment.data.eval, phase, judge)
 
     def _load(self, source: Any, phase: Phase, judge: Judge | None = None) -> Dataset:
@@ -210,7 +212,7 @@ class RecordLoader:
 
 
 def _check_top_k(experiment: Experiment, graph: DataflowGraph) -> None:
-    """Check that top-k is at most the vocabulary. Raises UserError if not."""
+    """Check that top-k is at most the vocabulary size. Raises UserError if not."""
     generation, configs = experiment.spec.generation, experiment.model_configs
     for call in graph.calls:
         if generation is not None and call.kind is Kind.GENERATE:
@@ -219,7 +221,7 @@ def _check_top_k(experiment: Experiment, graph: DataflowGraph) -> None:
 
 
 def check_top_k(option: str, top_k: int, vocabulary: int) -> None:
-    """Check that an option's top-k is at most the vocabulary. Raises UserError if not."""
+    """Check that top-k of a command-line option is at most the vocabulary size. Raises UserError if not."""
     if top_k > vocabulary:
         raise UserError(
             f"{option}={top_k} is more than the {vocabulary} tokens of the model's vocabulary; 0 takes all"
@@ -227,14 +229,14 @@ def check_top_k(option: str, top_k: int, vocabulary: int) -> None:
 
 
 def _check_positions(experiment: Experiment) -> None:
-    """Check that no sequence is longer than a role's model supports. Raises UserError if one is."""
+    """Check that no sequence can be longer than a role's model supports. Raises UserError if one can."""
     longest, what = experiment.longest
     for role, config in experiment.model_configs.items():
         check_length(f"{what}={longest}", longest, find_model_shape(config), f"the model of models.{role}")
 
 
 def check_length(what: str, tokens: int, shape: ModelShape, model: str) -> None:
-    """Check that a model supports `tokens` positions. Raises UserError, with `what`, if not."""
+    """Check that a model supports `tokens` positions. If not, raises UserError that names `what`."""
     if tokens > shape.max_positions:
         bounds = find_family(shape.family).position_bounds
         raise UserError(
@@ -244,9 +246,9 @@ def check_length(what: str, tokens: int, shape: ModelShape, model: str) -> None:
 
 
 def check_functions(experiment: Experiment) -> list[str]:
-    """Load the functions and the judge of a run, like its ranks will. Returns the names of their calls.
+    """Load the functions and the judge of a run, as its ranks will do. Returns the names of their calls.
 
-    Raises UserError if one is missing or does not work, such as a verifier that fails on a known pair.
+    Raises UserError if one is missing or does not work, for example a verifier that misjudges a known pair.
     """
     algorithm = build_algorithm(experiment)
     graphs = [graph for graph in (experiment.graph, experiment.eval_graph) if graph is not None]

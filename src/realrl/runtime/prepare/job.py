@@ -1,6 +1,6 @@
-"""A job: a recipe with its opened models, its plan, and the validated programs of every rank. No torch.
+"""A job: a recipe with its opened models, its plan, and the validated programs of every rank.
 
-`train`, `eval`, `generate`, `show`, `doctor` and the planner all start from here.
+`train`, `eval`, `generate`, `show`, `doctor` and the planner all create a job first. Does not import torch.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,8 +35,8 @@ from realrl.recipe.model import ModelConfig, freeze, trained_models
 class Phase:
     """One kind of step: its graph, its plan, and the program of every rank.
 
-    `programs` update all moving averages of the graph. `partial` has the programs of steps in which only some are
-    due, by the periods of the due ones.
+    `programs` update all moving averages of the graph. `partial` has programs for steps in which only some averages
+    are due, by the periods of these averages.
     """
 
     graph: DataflowGraph
@@ -45,20 +45,20 @@ class Phase:
     partial: Mapping[frozenset[int], list[Program]]
 
     def programs_of(self, step: int) -> list[Program]:
-        """Find the programs of a training step, counted from 1."""
+        """Return the programs of a training step, which is counted from 1."""
         return self.partial.get(self.graph.due(step), self.programs)
 
 
 @dataclass(frozen=True)
 class SampledStep:
-    """A training step in two parts, for sampling in rounds (`AlgorithmSpec.sampling_rounds`)."""
+    """A training step that is divided into two parts, for sampling in rounds (`AlgorithmSpec.sampling_rounds`)."""
 
     rounds: int
     """Maximum number of rounds."""
     sampling: Phase
-    """The calls on which `score` depends; they run in every round."""
+    """The calls on which `score` depends. They run in every round."""
     learning: Phase
-    """The whole graph, with programs of the other calls; they start from the rounds' outputs."""
+    """The whole graph, with programs of all other calls. They start from the outputs of the rounds."""
 
 
 @dataclass(frozen=True)
@@ -66,22 +66,25 @@ class RoleModels:
     """The models of a recipe's roles, opened without their weights."""
 
     graph: DataflowGraph
-    """Dataflow graph of the recipe, with router replay for mixtures that need it."""
+    """Dataflow graph of the recipe. It includes router replay for mixtures of experts that need it."""
     configs: Mapping[str, ModelConfig]
     parts: Mapping[str, TrainablePart]
-    """The part of every role that training updates."""
+    """The part of each role's model that training updates."""
     stored: dict[str, StoredModel]
-    """How roles are stored, for those whose size is known."""
+    """How each role is stored, for roles whose size is known."""
 
     @property
     def shapes(self) -> dict[str, ModelShape]:
-        """Shapes of the models, for roles whose size is known."""
+        """Shapes of the models of all roles whose size is known."""
         return {role: of.shape for role, of in self.stored.items()}
 
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe compiled for a cluster. Ranks make the same job from the same recipe and plan, and then run it."""
+    """A recipe compiled for a cluster.
+
+    All ranks create the same job from the same recipe and plan, and then run it.
+    """
 
     experiment: Experiment
     models: RoleModels
@@ -90,13 +93,13 @@ class Job:
     homes: Mapping[str, Placement]
     """Placements of parameters between steps."""
     kept: Mapping[str, tuple[Placement, ...]]
-    """Copies that stay between steps."""
+    """Placements of copies that stay between steps."""
     start: list[Program]
-    """Programs that make the kept copies before the first step."""
+    """Programs that create the kept copies before the first step."""
     phases: Mapping[str, Phase]
-    """Kinds of steps by name: `train` unless the job only evaluates, and `eval` if there are records for it."""
+    """Kinds of steps by name: `train`, unless the job only evaluates, and `eval`, if there are records for it."""
     sampled: SampledStep | None = None
-    """The training step in two parts, if it samples in rounds."""
+    """The training step in two parts, if it samples in rounds; otherwise None."""
 
     @property
     def train(self) -> Phase:
@@ -105,17 +108,17 @@ class Job:
 
     @property
     def evaluation(self) -> Phase | None:
-        """The evaluation step, if there is one."""
+        """The evaluation step; None if there is none."""
         return self.phases.get("eval")
 
     @cached_property
     def memory(self) -> Memory:
-        """Memory that programs hold; roles of unknown size count as 0."""
+        """Memory that programs occupy. Roles of unknown size count as 0."""
         return Memory(self.models.stored, self.homes, offloaded(self.plan), self.kept)
 
     @property
     def trained(self) -> list[str]:
-        """Roles that the training step trains, the graph's first one first."""
+        """Roles that the training step trains, with the first one in the graph first."""
         graph = self.models.graph
         return [role for role in graph.roles if graph.trained(role)]
 
@@ -131,7 +134,7 @@ class Job:
 
     @property
     def programs(self) -> dict[str, list[Program]]:
-        """Programs of all ranks: `start`, unless it is empty, and each kind of step.
+        """Programs of all ranks, by name: `start`, unless it is empty, and each kind of step.
 
         `train-due-2` has the programs of steps in which only moving averages of period 2 are due.
         """
@@ -150,11 +153,11 @@ class Job:
 def make_job(
     experiment: Experiment, cluster: Cluster, plan: Plan | None = None, *, download: bool = False
 ) -> Job:
-    """Make the job that trains a recipe on a cluster. Raises UserError for an invalid plan.
+    """Create the job that trains a recipe on a cluster. Raises UserError for an invalid plan.
 
-    `plan` replaces the recipe's plan, and is required if that is `search`. `download` fetches the `config.json` of
-    models on the hub; without it, checks that depend on sizes cover the models that this machine knows. Memory is
-    not checked.
+    `plan` replaces the recipe's plan. It is required if the recipe has `plan: search`. `download` fetches the
+    `config.json` of models on the hub. Without it, checks that depend on sizes cover only the models that this
+    machine knows. Memory is not checked.
     """
     models = open_models(experiment, download=download)
     graph = models.graph
@@ -186,10 +189,10 @@ def make_job(
 def make_evaluation_job(
     experiment: Experiment, cluster: Cluster, plan: Plan | None = None, *, download: bool = False
 ) -> Job:
-    """Make the job that evaluates a recipe without training; arguments as for `make_job`.
+    """Create the job that evaluates a recipe without training. The arguments are those of `make_job`.
 
-    Roles that evaluation does not use, optimizer state and kept copies are left out. Raises UserError if the recipe
-    has no evaluation, or the plan does not fit its models.
+    The job has no optimizer state, no kept copies, and only the roles that evaluation uses. Raises UserError if the
+    recipe has no evaluation, or if the plan does not fit its models.
     """
     graph = experiment.eval_graph
     if graph is None:
@@ -206,18 +209,19 @@ def make_evaluation_job(
 
 
 def make_written_plan(experiment: Experiment, cluster: Cluster, models: RoleModels) -> Plan:
-    """Make the plan that a recipe names: a preset or a plan file. Raises UserError if it does not fit."""
+    """Create the plan that a recipe names: a preset or a plan file. Raises UserError if it does not fit."""
     assert experiment.plan != SEARCH, "a searched plan must be found first"
     tokens, recompute = experiment.micro_batch_tokens, experiment.recompute
     return make_plan(experiment.plan, models.graph, cluster, tokens, models.shapes, recompute=recompute)
 
 
 def open_models(experiment: Experiment, *, evaluates: bool = False, download: bool = False) -> RoleModels:
-    """Open the models of a recipe: their shapes, adapters and shared weights. Reads no weights.
+    """Open the models of a recipe: find their shapes, adapters and shared weights, without reading weights.
 
-    `evaluates`: only the roles that evaluation uses, all of them frozen. `download`: fetch the `config.json` of
-    models on the hub. Raises UserError if a file is wrong or missing, or if the recipe trains more layers than a
-    model has, balances experts of a model without experts, or compares models with different vocabularies.
+    `evaluates`: open only the roles that evaluation uses, all of them frozen. `download`: fetch the `config.json`
+    of models on the hub. Raises UserError if a file is wrong or missing. Also raises UserError if the recipe trains
+    more layers than a model has, balances experts of a model without experts, or compares models with different
+    vocabularies.
     """
     graph, configs = experiment.graph, experiment.model_configs
     if evaluates:
@@ -260,9 +264,10 @@ def open_models(experiment: Experiment, *, evaluates: bool = False, download: bo
 def _find_trainable_parts(
     configs: Mapping[str, ModelConfig], averages: Sequence[MovingAverage], adapters: Mapping[str, LowRank]
 ) -> dict[str, TrainablePart]:
-    """Find the part of every role that training updates.
+    """Find the part of each role's model that training updates.
 
-    A role that follows another, and a frozen role whose adapters stay separate, are divided in the same way.
+    A role that follows another role is divided like the other role. A frozen role whose adapters stay separate is
+    also divided.
     """
     parts = {
         role: TrainablePart(adapters=role in adapters, quantised=config.quantised is not None)
@@ -280,7 +285,7 @@ def _check_sizes(
     heads: Mapping[str, Head],
     parts: Mapping[str, TrainablePart],
 ) -> None:
-    """Check settings that depend on the sizes of models. Raises UserError."""
+    """Check settings that depend on the sizes of models. Raises UserError for a mistake."""
     for role, shape in shapes.items():
         try:
             model_tensors(shape, heads[role])
@@ -303,9 +308,9 @@ def _check_sizes(
 def _replay_routers(
     graph: DataflowGraph, configs: Mapping[str, ModelConfig], shapes: Mapping[str, ModelShape]
 ) -> DataflowGraph:
-    """Add router replay for mixtures that are trained on their own samples; `shapes` has the known shapes.
+    """Add router replay for mixtures of experts that are trained on their own samples. `shapes`: the known shapes.
 
-    Raises UserError if a recipe asks for it in a role without anything to replay.
+    Raises UserError if a recipe requests replay for a role that has nothing to replay.
     """
     sampling, widths = find_replaying_roles(graph), {}
     for role, config in trained_models(configs).items():
@@ -326,7 +331,7 @@ def _replay_routers(
 
 
 def _check_candidates(graph: DataflowGraph, shapes: Mapping[str, ModelShape]) -> None:
-    """Check that vocabularies are equal and have enough candidate tokens. Raises UserError if not."""
+    """Check that compared models have equal vocabularies, with enough candidate tokens. Raises UserError if not."""
     for call in graph.calls:
         if call.candidates is None or call.model_role not in shapes:
             continue
@@ -356,7 +361,10 @@ def _compile_phase(
     parts: TrainableParts,
     done: Mapping[str, Placement] | None = None,
 ) -> Phase:
-    """Compile a kind of step, and validate its programs. `done`: calls whose outputs it starts with."""
+    """Compile a kind of step, and validate its programs.
+
+    `done`: calls that have run before, whose outputs it uses.
+    """
     homes = {role: homes[role] for role in graph.roles}
     kept = {role: kept[role] for role in graph.roles if role in kept}
 
@@ -388,9 +396,9 @@ def _find_adapters(
 ) -> dict[str, LowRank]:
     """Find the adapter settings of each role whose adapters stay separate from its model.
 
-    A role trains adapters, or follows a role that does. A frozen role keeps the adapters in its own directory
-    separate if another role trains adapters for the same model: the two then share the model's memory. In all other
-    cases, and for quantised models, adapters are merged into the model.
+    Such a role trains adapters, or follows a role that does. The adapters in a frozen role's own directory also
+    stay separate if another role trains adapters for the same model. Both roles then share the memory of the model.
+    In all other cases, and for quantised models, adapters are merged into the model.
     """
     found = {role: of.lora for role, of in trained_models(configs).items() if of.lora is not None}
     trained_for = {_name_base(configs[role]) for role in found}
@@ -413,9 +421,10 @@ def _name_shared_weights(
     parts: Mapping[str, TrainablePart],
     averages: Iterable[MovingAverage],
 ) -> dict[str, str]:
-    """Name the frozen weights of roles with adapters, and of frozen language models.
+    """Give names to the frozen weights of roles with adapters, and of frozen language models.
 
-    Roles with the same name have the same base set in the same type, or a part of it. A quantised role has no name.
+    Roles with the same name have the same base weights in the same dtype, or a part of them. Quantised roles get no
+    name.
     """
     changing = {average.role for average in averages if not average.same_start}
     found = {}
@@ -430,14 +439,14 @@ def _name_shared_weights(
 
 
 def _is_frozen(role: str, configs: Mapping[str, ModelConfig]) -> bool:
-    """Tell whether a role is frozen and not quantised."""
+    """Return whether a role is frozen and not quantised."""
     return role not in trained_models(configs) and configs[role].quantised is None
 
 
 def _name_base(config: ModelConfig) -> str:
-    """Name the weights under adapters, or of a model without adapters, with their type.
+    """Name the weights of a model, without its adapters, and their dtype.
 
-    Freshly initialised weights have an empty name: they depend on sizes and seed alone.
+    Freshly initialised weights have an empty name, because they depend only on sizes and seed.
     """
     saved = None if config.path is None else known_adapters(config.path)
     base = saved.base if saved is not None else config.path or ""

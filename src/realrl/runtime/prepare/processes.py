@@ -1,4 +1,4 @@
-"""Number of processes on a machine that computes on CPUs. No torch."""
+"""Choose the number of processes on a machine that computes on CPUs. Does not import torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,24 +18,25 @@ from realrl.runtime.prepare.job import make_written_plan, open_models
 from realrl.runtime.prepare.scenarios import Measured, make_scenario, read_constraints
 
 WORTH_IT = 0.15
-"""Share of a step's time that more processes must save in the prediction.
+"""Minimum share of a step's time that more processes must save in the prediction.
 
-With data parallelism, steps of two processes took 8 to 17 % longer than predicted, and steps of one process 1
-to 7 % (`bench/reality.py --sizes small`, 2-core Intel Xeon). Each process also needs memory.
+Each process needs memory. Predictions are also too low for several processes. Steps of two data-parallel processes
+took 8 to 17 % longer than predicted, those of one process 1 to 7 % (`bench/reality.py --sizes small`, 2-core Intel
+Xeon).
 """
 _EFFORT = 200_000
-"""Effort of a search for each number of processes."""
+"""Effort of the search for a plan, for each number of processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """Division of a machine's cores among processes."""
+    """A division of a machine's cores among processes."""
 
     processes: int
     threads: int
-    """Threads of each process."""
+    """Number of threads of each process."""
     seconds: float | None = None
-    """Predicted seconds of a step; None if a step cannot run this way, or was not predicted."""
+    """Predicted seconds of a step; None if a step cannot run this way, or if it was not predicted."""
 
     @property
     def cluster(self) -> Cluster:
@@ -51,23 +52,23 @@ class Split:
 
 @dataclass(frozen=True)
 class ProcessChoice:
-    """Chosen division of the cores, and all compared divisions by number of processes."""
+    """The chosen division of the cores, and all compared divisions by number of processes."""
 
     chosen: Split
     compared: Sequence[Split]
     reason: str
-    """The reason, as text that follows the choice."""
+    """The reason for the choice, as text that follows it."""
 
     def __str__(self) -> str:
         return f"{self.chosen}{self.reason}"
 
 
 def choose_processes(experiment: Experiment, measured: Measured | None = None) -> ProcessChoice:
-    """Choose the number of processes on this machine, and threads each, for a recipe that does not set it.
+    """Choose the number of processes on this machine, and their threads, for a recipe that does not set it.
 
-    A plan file determines the number. Otherwise it is the number with the fastest predicted step under the recipe's
-    plan, or the smallest number that is hardly slower. `measured` replaces the recipe's profile. Without a
-    prediction, for example for models of unknown size, one process is chosen.
+    A plan file determines the number. Otherwise, it is the smallest number whose predicted step is as fast as the
+    fastest one, or hardly slower. Without a prediction, for example for models of unknown size, it is 1. `measured`
+    replaces the recipe's profile.
     """
     if experiment.plan not in (*PRESETS, SEARCH):
         return _take_from_file(experiment)
@@ -96,7 +97,7 @@ def list_splits() -> list[Split]:
 
 
 def _take_from_file(experiment: Experiment) -> ProcessChoice:
-    """Take the number of processes from the recipe's plan file, if it is for one machine."""
+    """Return the number of processes in the recipe's plan file, which must be for one machine."""
     plan = load_plan(experiment.plan, experiment.graph, experiment.micro_batch_tokens)
     processes = plan.cluster.size if plan.cluster.nodes == 1 else 1
     split = Split(processes=processes, threads=count_threads(processes))
@@ -104,7 +105,7 @@ def _take_from_file(experiment: Experiment) -> ProcessChoice:
 
 
 def _predict(split: Split, experiment: Experiment, measured: Measured) -> Split:
-    """Predict the seconds of a step, unless a step cannot run this way."""
+    """Add the predicted seconds of a step, unless a step cannot run this way."""
     try:
         estimate = _estimate(experiment, split.cluster, measured)
     except (UserError, DoesNotFit):
@@ -124,7 +125,7 @@ def _estimate(experiment: Experiment, cluster: Cluster, measured: Measured) -> E
 
 
 def _explain(chosen: Split, compared: Sequence[Split], measured: Measured) -> str:
-    """Explain a choice by the predicted seconds of its step and of the others."""
+    """Explain a choice by its predicted seconds per step and those of the other choices."""
     others = [split for split in compared if split.processes != chosen.processes]
     known = [split.seconds for split in compared if split.seconds is not None]
     texts = "; ".join(f"{split}: {_format(split.seconds)}" for split in others)

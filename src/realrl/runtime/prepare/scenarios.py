@@ -1,4 +1,4 @@
-"""Inputs of the planner for a recipe. No torch."""
+"""Create the inputs of the planner for a recipe. Does not import torch."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,15 +27,15 @@ class Measured:
     """Measurements on which a prediction is based."""
 
     profile: Profile | None = None
-    """Profile, for devices of its kind."""
+    """Profile that applies to devices of its kind."""
     prompts: tuple[int, ...] | None = None
-    """Lengths in tokens; None if each prompt has its maximum length."""
+    """Lengths of prompts in tokens; None if each prompt has the maximum length."""
     answers: tuple[int, ...] | None = None
-    """Lengths in tokens; None if each answer has its maximum length."""
+    """Lengths of answers in tokens; None if each answer has the maximum length."""
 
 
 def make_scenario(experiment: Experiment, spec: ClusterSpec, measured: Measured | None = None) -> Scenario:
-    """Build the training step of a recipe on a cluster. Raises UserError if the size of a model is unknown."""
+    """Describe the training step of a recipe on a cluster. Raises UserError if the size of a model is unknown."""
     measured = measured or Measured()
     workload = Workload.of(experiment, prompts=measured.prompts, answers=measured.answers)
     models = _open_all(experiment)
@@ -50,16 +50,16 @@ def make_scenario(experiment: Experiment, spec: ClusterSpec, measured: Measured 
 
 
 def phase_scenarios(job: Job, spec: ClusterSpec) -> dict[str, Scenario]:
-    """Describe training and evaluation steps, by the names of `Job.phases`, for their memory.
+    """Describe training and evaluation steps to compute their memory. Keys are the names in `Job.phases`.
 
-    Roles of unknown size have no model in them.
+    Roles of unknown size are described without a model.
     """
     experiment = job.experiment
     cost, memory, found = CostModel(spec), MemoryModel(spec), {}
     for name, phase in job.phases.items():
         workload = Workload.of(experiment)
         if name != "train":
-            # Like in `Evaluation`: with fewer records, a rank could get none.
+            # As in `Evaluation`: with fewer records, some rank could get none.
             dp = max(place.strategy.dp for place in phase.plan.placements.values())
             items = experiment.data.eval_batch or experiment.data.batch
             samples = experiment.evaluation.samples
@@ -91,10 +91,10 @@ def _open_all(experiment: Experiment) -> RoleModels:
 
 
 def read_constraints(experiment: Experiment, spec: ClusterSpec, out: Path | None = None) -> UserConstraints:
-    """Read a recipe's constraints for a search. `out`: the plan file to be written.
+    """Read a recipe's constraints for a search. `out`: the plan file that will be written.
 
-    Raises UserError if `plan` is neither a preset nor a readable plan file nor `out`, or for data types that calls
-    cannot have.
+    Raises UserError if `plan` is not a preset, a readable plan file or `out`. Also raises UserError for data types
+    that calls cannot have.
     """
     _check_dtypes(experiment, spec)
     search_space = SearchSpace(

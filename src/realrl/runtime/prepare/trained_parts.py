@@ -1,4 +1,4 @@
-"""Notes on roles that are trained in part."""
+"""Write notes about roles that are trained in part."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -14,12 +14,13 @@ _OUTSIDE = {
     "lm_head_bias": "head bias",
     "scalar_head": "head",
 }
-"""Names in notes of parameters outside the layers."""
+"""Names that notes use for parameters outside the layers."""
 _FACTORS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 
 
 def list_trained_parts(models: Mapping[str, StoredModel]) -> Iterator[str]:
-    """Yield a line for each role that is trained in part: how much of it, which layers, and which other tensors.
+    """Yield a line for each role that is trained in part: how many parameters, which layers, and which other
+    tensors.
 
     Layers are counted from 0.
     """
@@ -42,7 +43,7 @@ def _name_layers(layers: Sequence[int]) -> str:
 
 
 def _count(tensors: Sequence[TensorSpec]) -> str:
-    """Format a number of parameters with two digits or more: `1.2 B`, `152 M`; below a thousand in full."""
+    """Format the number of parameters in tensors, such as `1.2 B` or `152 M`; numbers below a thousand in full."""
     number = sum(tensor.numel for tensor in tensors)
     for factor, letter in _FACTORS:
         if number >= 0.9995 * factor:

@@ -1,4 +1,4 @@
-"""OpenMP barriers beside other busy processes: threads sleep at them while processes compete for the cores."""
+"""Let threads sleep at OpenMP barriers while other busy processes compete for the cores."""
 
 import ctypes
 import os
@@ -12,29 +12,29 @@ from realrl.model.cpu.rows import load_openmp
 from realrl.runtime.prepare.host import free_group_threads
 
 INTERVAL = 0.1
-"""Seconds between two looks at how long threads waited for a core."""
+"""Seconds between two checks of how long threads have waited for a core."""
 CONTENDED = 0.2
-"""Seconds of waiting per second, of all threads together, above which the cores are contended.
+"""Cores count as contended if all threads together wait for more than this many seconds per second.
 
-One busy process beside two threads on two cores makes them wait 0.5 s or more; on a quiet machine it is below 0.1.
+Two threads on two cores wait 0.5 s or more if another process is busy, and less than 0.1 s on a quiet machine.
 """
 QUIET = 20
-"""Looks in a row without contention after which threads spin again."""
+"""Number of consecutive checks without contention after which threads spin again."""
 
 
 class BarrierWatch:
     """A thread that chooses how the OpenMP threads of this process wait for each other at barriers.
 
-    By default they spin for some milliseconds before they sleep. On a quiet machine this is fastest, since a
-    training step has thousands of short parallel regions. Beside another busy process it is a disaster: a thread
-    spins through its whole time slice while the thread that it waits for has no core. `relax` lets threads sleep at
-    once. Their number stays, so results stay the same bit for bit.
+    By default they spin for some milliseconds before they sleep. On a quiet machine this is fastest, because a
+    training step has thousands of short parallel regions. If another process is busy, it is a disaster: a thread
+    spins through its whole time slice while the thread for which it waits has no core. `relax` lets threads sleep
+    at once. The number of threads does not change, so results stay the same bit for bit.
     """
 
     def __init__(
         self, read_waits: Callable[[], Mapping[int, int]], relax: Callable[[], "Relaxed | None"]
     ) -> None:
-        """`read_waits`: see `read_thread_waits`. `relax` returns None if barriers must stay as they are."""
+        """`read_waits` works like `read_thread_waits`. `relax` returns None if barriers must stay as they are."""
         self._read_waits = read_waits
         self._relax = relax
         self._relaxed: Relaxed | None = None
@@ -46,13 +46,13 @@ class BarrierWatch:
 
     @property
     def relaxed(self) -> bool:
-        """Whether threads sleep at barriers now."""
+        """Whether threads currently sleep at barriers."""
         return self._relaxed is not None
 
     def look(self, now: float) -> None:
-        """Choose again, by the time that threads have waited since the last look. now: seconds"""
+        """Choose again by the time that threads have waited since the last call. `now`: time in seconds."""
         waits = self._read_waits()
-        # A thread that has ended is left out. A new one counts from its start.
+        # Threads that have ended are left out. A new thread counts from its start.
         waited = sum(wait - self._waits.get(thread, 0) for thread, wait in waits.items())
         contended = waited / 1e9 > CONTENDED * (now - self._time)
         self._waits, self._time = waits, now
@@ -63,12 +63,12 @@ class BarrierWatch:
             self._spin_again()
 
     def start(self) -> None:
-        """Look every 0.1 s from now on, in a thread."""
+        """Start a thread that calls `look` every 0.1 s."""
         self._thread = threading.Thread(target=self._run, name="barrier-watch", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop looking, and let threads spin at barriers as before."""
+        """Stop the thread, and let OpenMP threads spin at barriers as before."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
@@ -85,11 +85,11 @@ class BarrierWatch:
 
 
 class Relaxed:
-    """Barriers at which threads sleep after about a microsecond of spinning, until `end`.
+    """Lets threads sleep at barriers after they have spun for about a microsecond, until `end` is called.
 
-    GNU's OpenMP library shortens the spinning of all threads while it manages more threads than there are cores. So
-    a thread of ours keeps a team of more threads than cores, which only sleep. No function changes the limit
-    directly: the library reads GOMP_SPINCOUNT and OMP_WAIT_POLICY only once, when torch loads it.
+    GNU's OpenMP library shortens the spinning of all threads while it manages more threads than there are cores.
+    This object therefore keeps a team of more threads than cores, which only sleep. No function changes the limit
+    directly, because the library reads GOMP_SPINCOUNT and OMP_WAIT_POLICY only once, when torch loads it.
     """
 
     def __init__(self, openmp: ctypes.CDLL) -> None:
@@ -102,11 +102,12 @@ class Relaxed:
         ready.wait()
 
     def _keep_team(self, openmp: ctypes.CDLL, ready: threading.Event) -> None:
-        # The team calls it once. It is a C function, since a Python function would need the interpreter's lock.
+        # Each thread of the team calls this function once. It is a C function, because Python needs the
+        # interpreter's lock.
         nothing = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p)
         openmp.GOMP_parallel(nothing, None, openmp.omp_get_num_procs() + 1, 0)
         ready.set()
-        # The team exists as long as the thread that made it.
+        # The team exists as long as the thread that created it.
         self._over.wait()
 
     def end(self) -> None:
@@ -118,8 +119,8 @@ class Relaxed:
 def watch_barriers(threads: int) -> BarrierWatch | None:
     """Watch the barriers of this process's OpenMP threads from now on, if it computes with several threads.
 
-    None unless this is Linux with GNU's OpenMP library, which torch's packages contain. None also if the user has
-    set GOMP_SPINCOUNT or OMP_WAIT_POLICY.
+    Returns None unless this is Linux with GNU's OpenMP library, which torch's packages contain. Also returns None
+    if the user has set GOMP_SPINCOUNT or OMP_WAIT_POLICY.
     """
     openmp = load_openmp()
     chosen = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys()
@@ -127,7 +128,8 @@ def watch_barriers(threads: int) -> BarrierWatch | None:
         return None
 
     def relax() -> Relaxed | None:
-        # The OpenMP library ends the process if it cannot start a thread, and every rank here starts some.
+        # Leave enough threads: the OpenMP library ends the process if it cannot start one, and every local rank
+        # starts some.
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         left = free_group_threads()
         enough = left is None or left > ranks * (openmp.omp_get_num_procs() + 2)
@@ -139,9 +141,9 @@ def watch_barriers(threads: int) -> BarrierWatch | None:
 
 
 def read_thread_waits(tasks: Path = Path("/proc/self/task")) -> dict[int, int]:
-    """Read the nanoseconds that each thread of this process has waited for a core, by its id.
+    """Read how many nanoseconds each thread of this process has waited for a core. Keys are thread ids.
 
-    Empty if the kernel does not count them (CONFIG_SCHED_INFO).
+    Empty if the kernel does not count this time (CONFIG_SCHED_INFO).
     """
     waits: dict[int, int] = {}
     try:

@@ -1,4 +1,4 @@
-"""Environment variables for ranks, set by launchers."""
+"""Environment variables that launchers set for ranks."""
 
 import os
 import sys
@@ -8,55 +8,59 @@ from typing import NoReturn
 STORE_VARIABLE = "REALRL_STORE"
 """Path of the file store for the rendezvous of local ranks."""
 LAUNCHER_VARIABLE = "REALRL_LAUNCHER"
-"""Process id of our launcher, or of its actor on a node of a Ray cluster."""
+"""Process id of realrl's launcher, or of its actor on a node of a Ray cluster."""
 PLAN_VARIABLE = "REALRL_PLAN"
-"""Path of the plan that the local launcher has found by a search."""
+"""Path of the plan that the local launcher has found in a search."""
 SLOT_VARIABLE = "REALRL_SLOT"
-"""Number of a rank's device on this machine. It stays when the run continues without other devices."""
+"""Number of a rank's device on this machine. It stays the same if the run continues without other devices."""
 OBJECTS_VARIABLE = "REALRL_OBJECTS"
 """Path of the functions that a script has handed to its run."""
 RESTART_VARIABLE = "REALRL_RESTART"
-"""How often our launcher has restarted the run. torchrun and Slurm have their own variables."""
+"""How often realrl's launcher has restarted the run. torchrun and Slurm have their own variables."""
 
 _RESTARTS = (RESTART_VARIABLE, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 _JOBS = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", LAUNCHER_VARIABLE)
 
 
 def restart_count() -> int:
-    """Count how often a launcher has restarted this run after it failed or was preempted."""
+    """Return how often a launcher has restarted this run after it failed or was preempted."""
     return max(int(os.environ.get(name) or 0) for name in _RESTARTS)
 
 
 def find_job() -> str | None:
-    """Find the name of this process's launch, the same after restarts; None without a launcher."""
+    """Return the name of the launch of this process, which stays the same after restarts; None without a
+    launcher."""
     return next((f"{name}={os.environ[name]}" for name in _JOBS if os.environ.get(name)), None)
 
 
 ABANDONED = "realrl-background"
-"""Beginning of the names of threads that may wait forever. Nobody waits for them."""
+"""Prefix of the names of threads that may wait forever. No other thread waits for them."""
 
 
 def has_abandoned_threads() -> bool:
-    """Check whether such a thread still runs."""
+    """Return whether such a thread is still running."""
     return any(thread.name.startswith(ABANDONED) for thread in threading.enumerate())
 
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Settings of torch's allocator on GPUs; the second one is deprecated, and still read."""
+"""Variables with settings of torch's allocator on GPUs. torch still reads the second one, which is deprecated."""
 
 _DEFAULTS = {
     "KINETO_LOG_LEVEL": "6",
     "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
 }
-"""Variables that libraries read when they are loaded. torch's profiler, which counts allocations on a CPU, is
-silent. NCCL (from 2.26 on) starts kernels of different communicators in the order in which the host posts them."""
+"""Variables that libraries read when they are loaded. The first one silences torch's profiler, which counts
+allocations on a CPU. With the second one, NCCL (from 2.26 on) starts kernels of different communicators in the
+order in which the host posts them."""
 
 
 def set_library_defaults() -> None:
-    """Set environment variables that libraries read, unless the user has. Call before torch is loaded.
+    """Set environment variables that libraries read, unless the user has set them.
 
-    torch's allocator maps memory into segments that grow. So another call can use the tens of gigabytes that one
-    call has freed, even for blocks of other sizes.
+    Call this before torch is loaded.
+
+    torch's allocator then maps memory into segments that grow. If a call frees tens of gigabytes, another call can
+    use them, even for blocks of other sizes.
     """
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
@@ -65,27 +69,27 @@ def set_library_defaults() -> None:
 
 
 def under_launcher() -> bool:
-    """Check whether this process is a rank that torchrun, or a launcher of ours, has started."""
+    """Return whether this process is a rank that torchrun, or a launcher of realrl, has started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def is_debugged() -> bool:
-    """Check whether a debugger or profiler follows this process, as after `python -m pdb -m realrl train ...`."""
+    """Return whether a debugger or profiler traces this process, as after `python -m pdb -m realrl train ...`."""
     monitoring = getattr(sys, "monitoring", None)
     tools = [] if monitoring is None else [monitoring.get_tool(number) for number in range(3)]
     return sys.gettrace() is not None or sys.getprofile() is not None or any(tools)
 
 
 def is_writer() -> bool:
-    """Check whether this process prints and writes: rank 0, or the only one."""
+    """Return whether this process is the one that prints and writes: rank 0, or the only rank."""
     return int(os.environ.get("RANK", 0)) == 0
 
 
 def leave(status: int) -> NoReturn:
-    """End a rank's process without tearing the interpreter down.
+    """End the process of a rank without shutting the interpreter down.
 
-    Threads of gloo may still be letting go of tensors; when the interpreter is already on its way out, that
-    aborts a process that has done its work.
+    Threads of gloo may still release tensors. If the interpreter is already shutting down, this would abort a
+    process that has finished its work.
     """
     sys.stdout.flush()
     sys.stderr.flush()

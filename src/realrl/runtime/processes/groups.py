@@ -1,6 +1,6 @@
-"""Process groups of a run: connections of gloo, or communicators of NCCL split from that of all ranks.
+"""Process groups of a run: connections of gloo, or NCCL communicators that are split from the one of all ranks.
 
-All ranks make the same groups in the same order.
+All ranks create the same groups in the same order.
 """
 
 from collections.abc import Iterable
@@ -22,25 +22,27 @@ from realrl.plan.communicators import (
 )
 
 WAIT = timedelta(days=20)
-"""Longest time that ranks wait for each other after the rendezvous: one may compute for hours.
+"""Maximum time that ranks wait for each other after the rendezvous. It is long because a rank may compute for
+hours.
 
-A watchdog ends a stuck run (`launch.stall_minutes`). Gloo counts milliseconds in 32 bits in places.
+A watchdog ends a stuck run (`launch.stall_minutes`). Longer times would overflow: parts of gloo count milliseconds
+in 32 bits.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """Place of a rank among all ranks."""
+    """The place of a rank among all ranks."""
 
     rank: int
     world: int
     node: range
-    """Ranks of its node."""
+    """Ranks of this rank's node."""
     device: torch.device
 
 
 def make_gloo_groups(place: RankPlace, rank_sets: RankSets) -> dict[RankSet, Group]:
-    """Make the groups that a rank is in, each with connections between all its ranks.
+    """Create the groups that contain this rank, each with connections between all its ranks.
 
     The group of all ranks in order is the default group, which exists already.
     """
@@ -56,12 +58,12 @@ def make_gloo_groups(place: RankPlace, rank_sets: RankSets) -> dict[RankSet, Gro
 def make_nccl_groups(
     place: RankPlace, rank_sets: RankSets, *, with_node_pairs: bool = False
 ) -> dict[RankSet, Group]:
-    """Make the groups that a rank is in; groups of equal ranks have the same communicator.
+    """Create the groups that contain this rank. Groups with the same ranks share one communicator.
 
-    Communicators are split from the communicator of all ranks, disjoint ones together. Everything that a run uses
-    is connected now, in a fixed order. A collective connects each communicator. Messages connect stages of
-    pipelines and, `with_node_pairs`, all pairs of ranks of a node. A later connection would take memory that is
-    planned for something else, and the host would wait while operations of other communicators run.
+    Communicators are split from the communicator of all ranks; disjoint ones are split together. Everything that a
+    run uses is connected now, in a fixed order. A collective connects each communicator. Messages connect stages of
+    pipelines and, with `with_node_pairs`, all pairs of ranks on a node. A later connection would take memory that
+    is planned for other uses, and the host would wait while operations of other communicators run.
     """
     world, *others = list_communicators(rank_sets, place.world)
     handles: dict[RankSet, dist.ProcessGroup | None] = {world.ranks: dist.group.WORLD}
@@ -90,7 +92,8 @@ def make_nccl_groups(
 
 
 def make_nccl_options(ctas: int = WORLD_CTAS) -> "dist.ProcessGroupNCCL.Options":
-    """Make options of a communicator with at most `ctas` thread blocks; `NCCL_MAX_CTAS` overrides them all."""
+    """Return options of a communicator with at most `ctas` thread blocks, unless the user has set
+    `NCCL_MAX_CTAS`."""
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = ctas
     return options

@@ -1,4 +1,7 @@
-"""Resident host memory of this process, and limits on the freed memory that glibc and oneDNN keep. No torch."""
+"""Read the resident memory of this process, and limit the freed memory that glibc and oneDNN keep.
+
+Does not import torch.
+"""
 
 import ctypes
 import os
@@ -11,25 +14,28 @@ from pathlib import Path
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENAS = -1, -3, -8
 """Numbers of options in glibc's malloc.h."""
 _LARGEST_HEAP_BLOCK = 32 << 20
-"""glibc maps blocks of at least this many bytes separately, and unmaps them when they are freed: its maximum."""
+"""glibc maps blocks of at least this many bytes separately, and unmaps them when they are freed. This is its
+maximum."""
 _KEPT_BYTES = 2**31 - 1
-"""Bytes at the end of the heap that glibc keeps, at most: its maximum."""
+"""Maximum bytes that glibc keeps at the end of the heap, here the highest possible value."""
 _PRIMITIVES = "24"
-"""Compiled products in each cache of oneDNN: enough for a micro-batch, since every layer repeats them."""
+"""Number of compiled products in each cache of oneDNN. It is enough for a micro-batch, because all layers repeat
+them."""
 _PRIMITIVE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-"""Environment variables for the sizes of oneDNN's own cache and of the one in torch, 1024 entries by default."""
+"""Environment variables for the size of oneDNN's own cache and of torch's cache, which have 1024 entries by
+default."""
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Resident memory of a process, in bytes: now, and at most so far. Shared libraries are in it."""
+    """Resident memory of a process in bytes, including shared libraries: the current value, and the peak so far."""
 
     resident: int
     peak: int
 
 
 def read_memory() -> HostMemory:
-    """Read the resident memory of this process; the peak for both if the system does not tell more."""
+    """Read the resident memory of this process. Both values are the peak if the system reports only the peak."""
     with suppress(OSError, ValueError, KeyError):
         lines = Path("/proc/self/status").read_text().splitlines()
         fields = dict(line.split(":", 1) for line in lines if line.startswith(("VmRSS", "VmHWM")))
@@ -40,15 +46,16 @@ def read_memory() -> HostMemory:
 
 
 def steady_memory() -> None:
-    """Have libraries reuse the memory of a step in the next one. Call before the first product is computed.
+    """Make libraries reuse the memory of a step in the next step. Call this before the first product is computed.
 
-    By default glibc maps and unmaps large blocks, and the next training step asks for them again, with thousands of
-    page faults. Also, oneDNN keeps compiled code for a thousand shapes of each product, over a megabyte for each.
-    But packed micro-batches hardly ever have a shape twice. Environment variables of the user stay.
+    By default, glibc unmaps large blocks when they are freed. The next training step maps them again, with
+    thousands of page faults. Also, oneDNN keeps compiled code for a thousand shapes of each product, with over a
+    megabyte for each shape. Packed micro-batches hardly ever have the same shape twice, so this memory is wasted.
+    Environment variables that the user has set are not changed.
     """
     for name in _PRIMITIVE_CACHES:
         os.environ.setdefault(name, _PRIMITIVES)
-    # Neither macOS nor musl has this function.
+    # macOS and musl do not have this function.
     libc = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
     if libc is None or not hasattr(libc, "mallopt"):
         return
@@ -57,5 +64,5 @@ def steady_memory() -> None:
     if "MALLOC_TRIM_THRESHOLD_" not in os.environ:
         libc.mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
     if "MALLOC_ARENA_MAX" not in os.environ:
-        # One heap for all threads, so that they use each other's freed memory.
+        # Use one heap for all threads, so that they reuse each other's freed memory.
         libc.mallopt(_ARENAS, 1)

@@ -1,4 +1,4 @@
-"""Log files of ranks, and the screen. No torch."""
+"""Log files of ranks, and the screen. Does not import torch."""
 
 import io
 import os
@@ -15,11 +15,11 @@ from realrl.runtime.processes.environment import restart_count
 from realrl.runtime.supervision.orphans import SCRATCH_VARIABLE
 
 LOGS = "logs"
-"""Directory of a run with the log of each rank."""
+"""Directory in a run's directory with the log of each rank."""
 
 
 class _Screen(io.FileIO):
-    """File whose writes never fail. Output is lost if its reader or the terminal has gone."""
+    """A file whose writes never fail. Output is lost if its reader or the terminal is gone."""
 
     def write(self, data: Any, /) -> int:
         with suppress(OSError):
@@ -30,20 +30,24 @@ class _Screen(io.FileIO):
 
 
 def open_screen(descriptor: int, *, owned: bool = True) -> io.TextIOWrapper:
-    """Open a descriptor for messages, by lines; `owned`: whether it is closed with the file."""
+    """Open a file descriptor for messages, which are written line by line.
+
+    `owned`: close the descriptor with the file.
+    """
     screen = io.BufferedWriter(_Screen(descriptor, "w", closefd=owned))
     return io.TextIOWrapper(screen, encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
 def name_log_file(scratch: str | Path, rank: int) -> Path:
-    """Name the log file of a rank."""
+    """Return the path of a rank's log file."""
     return Path(scratch) / f"rank-{rank}.log"
 
 
 def divert_errors() -> None:
-    """Redirect output of native libraries in the first rank to its log.
+    """Redirect the output of native libraries in the first rank to its log.
 
-    They write to the file descriptor. Our own messages still reach the screen. Other ranks have only a log.
+    Native libraries write to the file descriptor. Messages from Python still reach the screen. All output of other
+    ranks goes to their logs anyway.
     """
     scratch = os.environ.get(SCRATCH_VARIABLE)
     if scratch is None or int(os.environ["RANK"]) != 0:
@@ -52,12 +56,12 @@ def divert_errors() -> None:
     screen = open_screen(os.dup(2))
     with name_log_file(scratch, 0).open("ab") as log:
         os.dup2(log.fileno(), 2)
-    # rich asks `sys.__stderr__` how wide the terminal is.
+    # rich reads the width of the terminal from `sys.__stderr__`.
     sys.stderr = sys.__stderr__ = screen  # type: ignore[misc]
 
 
 def move_log(rank: int, directory: Path) -> None:
-    """Write this rank's log in `directory` from now on, after the logs of earlier starts of the run.
+    """From now on, write this rank's log in `directory`, after the logs of earlier starts of the run.
 
     Under torchrun, Python's own standard error stays on the screen. On a full disk, nothing changes.
     """
@@ -84,10 +88,10 @@ def move_log(rank: int, directory: Path) -> None:
 
 
 def keep_logs(scratch: Path, directory: Path | None) -> Path | None:
-    """Append logs in `scratch` to the logs in `directory`; return the directory of the run's logs, or None.
+    """Append the logs in `scratch` to those in `directory`. Returns the directory with the run's logs, or None.
 
-    Secrets in all of them are replaced, since nobody writes there any more. Without a directory, or on a full disk,
-    the logs go to a new temporary directory.
+    Secrets in all logs of the run are replaced, because no process writes there any more. Without a directory, or
+    on a full disk, the logs go to a new temporary directory.
     """
     files = [file for file in sorted(scratch.glob("rank-*.log")) if file.stat().st_size]
     if directory is not None and (_appended(files, directory) or not files):
@@ -105,7 +109,7 @@ def keep_logs(scratch: Path, directory: Path | None) -> Path | None:
 
 
 def _appended(files: list[Path], directory: Path) -> bool:
-    """Append all files to those of the same name; return whether that succeeds."""
+    """Append each file to the file with the same name in `directory`. Returns whether this has succeeded."""
     try:
         if files:
             directory.mkdir(exist_ok=True)
@@ -118,7 +122,7 @@ def _appended(files: list[Path], directory: Path) -> bool:
 
 
 def _redact_file(file: Path) -> None:
-    """Replace secrets in a log. Native libraries and the user's code have written it, too. OSError."""
+    """Replace secrets in a log, which native libraries and the user's code have also written. Raises OSError."""
     with file.open("rb") as lines:
         if all(_redact_line(line) == line for line in lines):
             return

@@ -1,7 +1,7 @@
-"""Python values as messages between ranks.
+"""Send Python values as messages between ranks.
 
-They are pickled, since plans and times are dataclasses. But the reader makes only plain values and records of this
-package. So nobody can run code by sending a message to a rank.
+Values are pickled, because plans and times are dataclasses. The reader creates only plain values and records of
+this package, so a message can never make a rank run other code.
 """
 
 import importlib
@@ -28,17 +28,20 @@ _PLAIN = {
     ("collections", "defaultdict"),
     ("collections", "OrderedDict"),
 }
-"""Types that may be in a message, in addition to the types that pickle has codes for."""
+"""Types that a message may contain, in addition to the types for which pickle has codes."""
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reader that refuses all classes and functions except records."""
+    """Reader that refuses all classes and functions except records and plain types."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Find a class by name; UnpicklingError for everything that is not a record of this package."""
+        """Find a class by name.
+
+        Raises UnpicklingError for everything that is not a plain type or a record of this package.
+        """
         if (module, name) in _PLAIN:
             return super().find_class(module, name)
-        # Not by super(), which would import any module.
+        # Do not call super(), which would import any module.
         if module.partition(".")[0] == _PACKAGE:
             found = getattr(importlib.import_module(module), name, None)
             if isinstance(found, type) and _is_record(found):
@@ -51,17 +54,20 @@ def _is_record(kind: type) -> bool:
 
 
 def pack(value: Any) -> bytes:
-    """Write a value as a message."""
+    """Convert a value to a message."""
     return pickle.dumps(value)
 
 
 def unpack(message: bytes) -> Any:
-    """Read the value of a message; UnpicklingError if it has more than plain values and records."""
+    """Read the value of a message. Raises UnpicklingError if it contains more than plain values and records."""
     return _PlainUnpickler(io.BytesIO(message)).load()
 
 
 def gather_values(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """All-gather one value per rank of a group for CPU tensors: the list in the order of ranks, on every rank."""
+    """All-gather one value per rank, in a group for CPU tensors.
+
+    Returns the values in the order of ranks, on every rank.
+    """
     message = torch.frombuffer(bytearray(pack(value)), dtype=torch.uint8)
     world = dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]

@@ -1,4 +1,4 @@
-"""Network interfaces and connections of ranks on several nodes. No torch."""
+"""Network interfaces and connections of ranks on several nodes. Does not import torch."""
 
 import os
 import socket
@@ -14,51 +14,51 @@ from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
 
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
-"""Network interface that gloo listens on, and connects from; by default it is that of the host's name."""
+"""Variable with the network interface that gloo uses. By default, it is the interface of the host's name."""
 
 INTERFACE_VARIABLES = (INTERFACE_VARIABLE, "NCCL_SOCKET_IFNAME")
-"""The same for gloo and NCCL. NCCL's ranks of one machine only meet there; data goes through the devices."""
+"""The variables for gloo and NCCL. NCCL's ranks on one machine only meet there; data goes through the devices."""
 
 SILENCE = 20
-"""Seconds after which a host that answers nothing is taken to be gone.
+"""Seconds without any answer after which a host counts as lost.
 
-Without a limit, a pulled cable looks like a rank that computes. Linux tries for 15 minutes if it has something to
-send, and waits forever if it has not.
+Without a limit, a rank behind a pulled cable looks like a rank that computes. Linux retries for 15 minutes if it
+has data to send, and otherwise waits forever.
 """
 
 _PROBES = 5
 _GET_ADDRESS = 0x8915
 _WITHOUT_PORT = 9
-"""Port that nothing has to listen on; a datagram socket that is connected to it sends nothing."""
+"""Any port. No program needs to listen on it, because connecting a datagram socket to it sends nothing."""
 
 
 def use_loopback() -> None:
-    """Have gloo and NCCL speak with processes of this machine alone, unless the user says otherwise."""
+    """Make gloo and NCCL communicate only within this machine, unless the user has set an interface."""
     for variable in INTERFACE_VARIABLES:
         os.environ.setdefault(variable, find_loopback())
 
 
 def find_loopback() -> str:
-    """Name the network interface that leads to this machine alone."""
+    """Return the name of the loopback interface, which reaches only this machine."""
     return "lo" if sys.platform == "linux" else "lo0"
 
 
 def use_route(
     nodes: int, node: int, first: str, publish: Callable[[str], None], read: Callable[[int], str]
 ) -> None:
-    """Have gloo use the interface by which this node reaches the others, unless the user names one.
+    """Make gloo use the interface through which this node reaches other nodes, unless the user has named one.
 
-    Gloo would take the address of the host's name, which on many machines is that of the loopback interface.
-    `first`: address of the node with the rendezvous. `publish` sends this node's address to the others, and `read`
-    waits for the address of another node. UserError if the interface cannot be found.
+    By default, gloo uses the address of the host's name, which on many machines is that of the loopback interface.
+    `first`: address of the node with the rendezvous. `publish` sends this node's address to all other nodes. `read`
+    waits for the address of another node. Raises UserError if the interface cannot be found.
     """
     own = find_own_address(first)
-    # Even if the user names an interface: others may wait for the address.
+    # Publish the address even if the user has named an interface here, because other nodes may wait for it.
     publish(own)
     if INTERFACE_VARIABLE in os.environ or sys.platform != "linux":
         return
     if ip_address(own).is_loopback:
-        # The node with the rendezvous may know itself by another address than the others do.
+        # The node with the rendezvous may know itself by another address than other nodes do.
         others = (read(other) for other in range(nodes) if other != node)
         reached = next((address for address in others if not ip_address(address).is_loopback), None)
         own = own if reached is None else find_own_address(reached)
@@ -66,7 +66,10 @@ def use_route(
 
 
 def find_own_address(peer: str) -> str:
-    """Find the address of this machine for connections to another one; UserError without a route."""
+    """Find the address of this machine for connections to another machine.
+
+    Raises UserError if there is no route.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(peer, _WITHOUT_PORT, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -80,7 +83,7 @@ def find_own_address(peer: str) -> str:
 
 
 def find_interface(address: str) -> str:
-    """Find the network interface with an address; UserError where none has it."""
+    """Find the network interface with this address. Raises UserError if no interface has it."""
     if ip_address(address).is_loopback:
         return "lo"
     found = _with_version_6(address) if ":" in address else _with_version_4(address)
@@ -94,17 +97,17 @@ def find_interface(address: str) -> str:
 
 @contextmanager
 def limited_silence() -> Iterator[None]:
-    """Have the system close silent connections to other hosts that are made in the block.
+    """Make the system close connections to other hosts that fall silent, if they are made in the block.
 
-    They are closed after SILENCE seconds without an answer, and waiting threads then get an error. A process that
-    computes, or is stopped, still answers: its system does. This is for gloo and stores only. The limit also counts
-    the time during which a receiver has no room. Gloo sends nothing before the receiver waits for it, but NCCL
-    sends to ranks that compute for minutes before they receive.
+    A connection is closed after SILENCE seconds without an answer, and waiting threads get an error. For a process
+    that computes or is stopped, its operating system still answers. Use this only for gloo and stores, because time
+    in which a receiver has no room for data also counts as silence. Gloo sends nothing before the receiver waits
+    for it, but NCCL sends to ranks that compute for minutes before they receive.
     """
     before = _find_sockets()
     yield
     for inode, number in _find_sockets().items():
-        # It may be closed by now.
+        # The socket may be closed by now.
         with suppress(OSError):
             if inode not in before:
                 with socket.socket(fileno=os.dup(number)) as connection:
@@ -112,12 +115,12 @@ def limited_silence() -> Iterator[None]:
 
 
 def _find_sockets() -> dict[int, int]:
-    """Find the sockets of this process: their file descriptors, by inode. Linux alone has such a list."""
+    """Find the file descriptors of this process's sockets, by inode. Only Linux lists them."""
     found: dict[int, int] = {}
     if sys.platform != "linux":
         return found
     for name in os.listdir("/proc/self/fd"):
-        # That of the listing is closed by now.
+        # The descriptor that was used to list the directory is closed by now.
         with suppress(OSError):
             status = os.fstat(int(name))
             if stat.S_ISSOCK(status.st_mode):
@@ -141,7 +144,7 @@ def _with_version_4(address: str) -> str | None:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            # An interface may have no address.
+            # Some interfaces have no address.
             with suppress(OSError):
                 answer = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", name.encode()))
                 if socket.inet_ntoa(answer[20:24]) == address:
@@ -150,7 +153,7 @@ def _with_version_4(address: str) -> str | None:
 
 
 def _on_route(address: str) -> str | None:
-    """Find the interface whose network contains an address: an interface may have several addresses."""
+    """Find the interface whose network contains an address. It may not be the interface's main address."""
     number = struct.unpack("=I", socket.inet_aton(address))[0]
     found: tuple[int, str] | None = None
     for name, target, mask in _list_routes():
@@ -160,7 +163,7 @@ def _on_route(address: str) -> str | None:
 
 
 def _list_routes() -> Sequence[tuple[str, int, int]]:
-    """List the system's routes: interface, network and mask, in the byte order of the machine."""
+    """List the system's routes as (interface, network, mask), in the byte order of the machine."""
     try:
         with open("/proc/net/route", encoding="ascii") as file:
             lines = [line.split() for line in file][1:]
@@ -180,15 +183,15 @@ def _with_version_6(address: str) -> str | None:
 
 
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
-"""Environment variables of launchers that are read here, all of them numbers."""
+"""Environment variables of launchers that this module reads. All of them are numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodePlace:
-    """Node of a process, as its launcher describes it."""
+    """The node of a process, as its launcher describes it."""
 
     node: int
-    """Number of the node."""
+    """Number of this node."""
     nodes: int
     ranks: range
     """Ranks on this node."""
@@ -196,12 +199,12 @@ class NodePlace:
 
     @property
     def even(self) -> bool:
-        """Whether all nodes may have equally many ranks."""
+        """Whether all nodes may have the same number of ranks."""
         here = len(self.ranks)
         return self.nodes * here == self.world and self.ranks.start == self.node * here
 
     def match(self, cluster: Cluster | None) -> Cluster:
-        """Find the cluster that was started; UserError if the user has named another one, `cluster`."""
+        """Return the cluster that was started. Raises UserError if the user has named another one (`cluster`)."""
         started = Cluster(self.nodes, len(self.ranks)) if self.even else None
         if cluster is None and started is not None:
             return started
@@ -221,9 +224,10 @@ class NodePlace:
 
 
 def find_node_place(environment: Mapping[str, str] = os.environ) -> NodePlace:
-    """Find the node of this process: without a launcher, one node with all ranks.
+    """Find the node of this process. Without a launcher, it is a single node with all ranks.
 
-    torchrun sets all variables. If a launcher does not, nodes are assumed to have equally many ranks.
+    torchrun sets all variables. If another launcher does not, all nodes are assumed to have the same number of
+    ranks.
     """
     world = int(environment.get("WORLD_SIZE", 1))
     rank = int(environment.get("RANK", 0))

@@ -1,4 +1,4 @@
-"""Process of one rank: its rank, its device, and its process groups."""
+"""The process of one rank: its number, its device, and its process groups."""
 
 import os
 import secrets
@@ -44,21 +44,24 @@ Device = Literal["auto", "cpu", "cuda"]
 
 @dataclass
 class Process:
-    """One rank. `control` carries small CPU tensors between any two ranks; None when there is one rank."""
+    """The process of one rank.
+
+    `control` carries small CPU tensors between any two ranks; None if there is only one rank.
+    """
 
     rank: int
     world: int
     device: torch.device
     control: dist.ProcessGroup | None = None
     activity: Activity = field(default_factory=Activity)
-    """What this rank does now, for watchdogs."""
+    """What this rank is doing, for watchdogs."""
     supervision: Supervision | None = None
-    """Threads that publish it; None in tests."""
+    """Threads that publish this activity; None in tests."""
     barriers: BarrierWatch | None = None
-    """Chooses how OpenMP threads wait for each other; None if there is only one, or no choice."""
+    """Chooses how OpenMP threads wait for each other; None if there is only one thread, or no choice."""
 
     def publish(self, run_dir: Path) -> None:
-        """Keep this rank's log and status in the run's directory from now on."""
+        """From now on, keep this rank's log and status in the run's directory."""
         if self.supervision is not None:
             move_log(self.rank, run_dir / LOGS)
             self.supervision.publish(run_dir)
@@ -72,7 +75,9 @@ class Process:
         return Gpu(properties.name, properties.total_memory)
 
     def groups(self, rank_sets: RankSets, *, moves: bool = False) -> dict[RankSet, Group]:
-        """Make the groups of these that this rank is in; `moves`: parameters are reallocated between ranks.
+        """Create those of these groups that contain this rank.
+
+        `moves`: whether parameters are reallocated between ranks.
 
         All ranks call this together, with the same sets in the same order, before weights take memory.
         """
@@ -86,7 +91,8 @@ class Process:
             return make_gloo_groups(place, rank_sets)
 
     def make_control_group(self) -> dist.ProcessGroup | None:
-        """Make another group of all ranks for small CPU tensors, for one thread; None if there is one rank.
+        """Create another group of all ranks for small CPU tensors, for use in one thread; None if there is only one
+        rank.
 
         All ranks call this together.
         """
@@ -96,16 +102,19 @@ class Process:
             return dist.new_group(backend="gloo", timeout=WAIT)
 
     def gather(self, value: Any) -> list[Any]:
-        """All-gather one plain value or record per rank: the list in the order of ranks, on every rank."""
+        """All-gather one plain value or record per rank.
+
+        Returns the values in the order of ranks, on every rank.
+        """
         if self.control is None:
             return [value]
         return gather_values(value, self.control)
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Share errors of the block: a UserError or RunError of one rank is raised on all.
+        """Share errors of the block: a UserError or RunError of one rank is raised on all ranks.
 
-        So no rank waits for a rank that has ended.
+        Otherwise, ranks would wait for a rank that has ended.
         """
         mine: UserError | RunError | None = None
         try:
@@ -115,7 +124,7 @@ class Process:
         everyone = self.gather(mine)
         first = next((rank for rank, error in enumerate(everyone) if error is not None), None)
         if first is not None:
-            # The own error has the traceback, which is not sent.
+            # This rank's own error has a traceback, which is not sent.
             raise mine if first == self.rank and mine is not None else everyone[first]
 
     def __enter__(self) -> "Process":
@@ -124,8 +133,9 @@ class Process:
     def __exit__(self, kind: type[BaseException] | None, error: object, *_: object) -> None:
         """Leave the process group.
 
-        Ranks that end well, or by a UserError that all raise, wait for each other, since messages under way are
-        lost when their sender exits. After any other failure a rank leaves at once: others may be gone.
+        Ranks wait for each other if they end without an error, or by a UserError that all of them raise. Messages
+        would be lost if their sender exited too early. After any other failure, a rank leaves at once, because
+        other ranks may be gone.
         """
         alone = isinstance(error, UserCodeError) and error.alone
         if self.barriers is not None:
@@ -138,26 +148,26 @@ class Process:
             if kind is None:
                 dist.barrier(group=self.control)
             else:
-                # Only briefly, since this rank may be the only one that has found the mistake.
+                # Wait only briefly, because this rank may be the only one that has found the mistake.
                 with suppress(RuntimeError):
                     dist.monitored_barrier(group=self.control, timeout=timedelta(seconds=5))
         finally:
-            # Not before all ranks are here: one may still write files, fail, and keep the others waiting.
+            # Close only when all ranks are here: a rank may still write files, fail, and keep other ranks waiting.
             if self.supervision is not None:
                 self.supervision.close()
-        # Else its threads would abort the interpreter on its way out.
+        # Without this, threads of the group would abort the interpreter while it shuts down.
         dist.destroy_process_group()
 
 
 def use_cuda(device: Device) -> bool:
-    """Decide whether ranks compute on GPUs; UserError when that was asked for and there is none."""
+    """Return whether ranks compute on GPUs. Raises UserError if GPUs are requested but there are none."""
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError(NO_GPU)
     return device != "cpu" and torch.cuda.is_available()
 
 
 def resolve_cluster(text: str, device: Device) -> Cluster:
-    """Find the cluster a recipe means by `text`; UserError when it contradicts the launcher."""
+    """Return the cluster that a recipe means by `text`. Raises UserError if it contradicts the launcher."""
     cluster = written_cluster(text)
     if not under_launcher():
         return cluster or Cluster(1, torch.cuda.device_count() if use_cuda(device) else 1)
@@ -165,7 +175,7 @@ def resolve_cluster(text: str, device: Device) -> Cluster:
 
 
 def connect(device: Device, launch: LaunchConfig | None = None) -> Process:
-    """Join the process group, or be the only rank; UserError when there are not enough GPUs for all.
+    """Join the process group, or be the only rank. Raises UserError if there are fewer GPUs than ranks here.
 
     `launch` has the limits for ranks that watch each other under torchrun.
     """
@@ -181,14 +191,14 @@ def connect(device: Device, launch: LaunchConfig | None = None) -> Process:
     place = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(place)
-        # It builds a plan for every shape, and is wrong on some devices for few key heads (pytorch#193893).
+        # cuDNN builds a plan for every shape, and is wrong on some devices for few key heads (pytorch#193893).
         torch.backends.cuda.enable_cudnn_sdp(False)
     world = int(os.environ.get("WORLD_SIZE", 1)) if under_launcher() else 1
     rank = int(os.environ.get("RANK", 0)) if world > 1 else 0
     supervision = Supervision(rank, place)
     barriers = None
     if not cuda:
-        # Torch counts cores that the quota of a container may withhold.
+        # torch also counts cores that the quota of a container may withhold.
         torch.set_num_threads(min(torch.get_num_threads(), count_threads(here)))
         barriers = watch_barriers(torch.get_num_threads())
     process = Process(
@@ -206,15 +216,16 @@ def connect(device: Device, launch: LaunchConfig | None = None) -> Process:
             supervision.join_peers(world, process.gather(secrets.token_hex(8))[0], launch or LaunchConfig())
             dist.barrier(group=process.control)
             supervision.watch_peers()
-    # The group of all ranks had the shorter limit of the rendezvous.
+    # Until now, the group of all ranks had the shorter limit of the rendezvous.
     set_timeout(WAIT)
     return process
 
 
 def _join(store: str | None, rank: int, world: int, place: torch.device) -> None:
-    """Join the default group of all ranks: gloo between CPUs, NCCL between GPUs, bound to this rank's device.
+    """Join the default group of all ranks, with gloo between CPUs and NCCL between GPUs.
 
-    Bound to a device, its communicator is made at once, and others are split from it.
+    NCCL's group is bound to this rank's device. Its communicator is therefore created at once, and other
+    communicators can be split from it.
     """
     cuda = place.type == "cuda"
     dist.init_process_group(
@@ -229,15 +240,16 @@ def _join(store: str | None, rank: int, world: int, place: torch.device) -> None
 
 
 def wait_to_be_scheduled() -> None:
-    """Let no thread of this process interrupt another one when it wakes up; threads that start later do the same.
+    """Prevent threads of this process from interrupting each other when they wake up, including threads that start
+    later.
 
-    Gloo's thread that waits for messages is woken by what its peers answer while another thread still holds the
-    lock of the connection that it sends on. Where it takes that thread's core away it tries the lock again and
-    again until its time slice is over, some milliseconds for every few messages. Tensor-parallel decoding on as
-    many cores as ranks took twice as long.
+    An answer of a peer wakes gloo's receiving thread while another thread still holds the lock of the connection on
+    which it sends. If the receiving thread takes the core of the other thread, it tries the lock again and again
+    until its time slice is over. This costs some milliseconds for every few messages. Tensor-parallel decoding on
+    as many cores as ranks took twice as long.
     """
     if sys.platform == "linux":
-        # Sandboxes may forbid it; then it is slower.
+        # Sandboxes may forbid this; the run is then slower.
         with suppress(OSError):
             if os.sched_getscheduler(0) == os.SCHED_OTHER:
                 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

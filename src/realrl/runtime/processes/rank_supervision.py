@@ -1,4 +1,4 @@
-"""Supervision of this rank: its heartbeats, its status file, the ranks that it watches, and its launcher."""
+"""Supervise this rank: publish its heartbeats and its status file, and watch other ranks and its launcher."""
 
 import faulthandler
 import os
@@ -32,14 +32,14 @@ from realrl.runtime.supervision.watchdog import PeerWatch
 STATUS_EVERY = 2.0
 """Seconds between writes of the status file."""
 PATIENCE = 3.0
-"""Seconds that a rank that has lost a peer gives others to report the cause."""
+"""Seconds that a rank which has lost a peer gives other ranks to report the cause."""
 
 
 class Supervision:
-    """Threads of one rank that run while it computes or waits."""
+    """Threads that supervise one rank while it computes or waits."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
-        """If a launcher of ours has started this process, send it heartbeats from now on, and end with it."""
+        """If realrl's launcher has started this process, send it heartbeats from now on, and end when it ends."""
         self.activity = Activity(rank, restart_count())
         self._device = device
         self._board: FileBoard | StoreBoard | None = None
@@ -54,9 +54,9 @@ class Supervision:
             end_with_launcher(int(os.environ[LAUNCHER_VARIABLE]))
 
     def join_peers(self, world: int, token: str, limits: LaunchConfig) -> None:
-        """Publish heartbeats in torchrun's store, unless a launcher of ours reads them.
+        """Publish heartbeats in torchrun's store, unless realrl's launcher reads them.
 
-        `token`: equal on all ranks, and different at each start.
+        `token`: text that is equal on all ranks, and different at each start.
         """
         if self._board is None:
             self._board = board = StoreBoard(self.activity.rank, world, token, limits.freeze_seconds)
@@ -64,7 +64,7 @@ class Supervision:
             self._begin_heartbeats(board)
 
     def watch_peers(self) -> None:
-        """Start watching the other ranks, which have all joined."""
+        """Start watching other ranks. All ranks must have joined."""
         if self._peers is not None:
             self._peers.start()
 
@@ -74,11 +74,11 @@ class Supervision:
         with suppress(OSError):
             (run_dir / RANKS).mkdir(parents=True, exist_ok=True)
         self._write_status()
-        # In its own thread: a file system that hangs must not look like a frozen rank.
+        # Use a separate thread, so that a rank does not look frozen if the file system hangs.
         _repeat("status", STATUS_EVERY, self._write_status, self._closed)
 
     def leave(self, error: object) -> None:
-        """Begin to exit; report a failure that other ranks may not know."""
+        """Begin to exit, and report a failure that other ranks may not know."""
         if not isinstance(error, BaseException):
             self.activity.enter("end")
             return
@@ -89,17 +89,18 @@ class Supervision:
             shared = False
         if shared or not isinstance(error, Exception) or not isinstance(self._board, StoreBoard):
             return
-        # If another rank is the cause, this process ends before it can report its own failure.
+        # Log the error first: if another rank is the cause, this process ends before it can report its own failure.
         log_error(error)
         failure = describe_failure(error)
         if failure.distance == CONSEQUENCE:
-            # torchrun ends all ranks by SIGTERM when one has died. That signal must not pass for the cause.
+            # When a rank has died, torchrun ends all ranks by SIGTERM. This signal must not be reported as the
+            # cause.
             with deferred_termination(PATIENCE):
                 time.sleep(PATIENCE)
         self._board.report(failure)
 
     def close(self) -> None:
-        """Stop watching, and be missed by nobody. Heartbeats continue as long as the process exists."""
+        """Stop watching, and stop being watched. Heartbeats continue as long as the process exists."""
         if self._peers is not None:
             self._peers.stop()
         self.activity.ended = True
@@ -110,10 +111,10 @@ class Supervision:
 
     def _begin_heartbeats(self, board: FileBoard | StoreBoard) -> None:
         if hasattr(signal, "SIGUSR1"):
-            # The handler is in C, so that it works while Python waits for native code.
+            # This handler is written in C, so it works even while Python waits for native code.
             faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
         board.publish(self.activity.beat())
-        # Forever: a process that is exiting is not frozen.
+        # Never stop heartbeats, because a process that is exiting is not frozen.
         _repeat("heartbeats", INTERVAL, lambda: board.publish(self.activity.beat()), threading.Event())
 
     def _write_status(self) -> None:
@@ -139,7 +140,10 @@ def _repeat(name: str, seconds: float, action: Callable[[], None], stop: threadi
 
 
 def _end(message: str, mine: bool) -> None:
-    """End this process at once because the run has failed; the rank that has found out prints the message."""
+    """End this process at once because the run has failed.
+
+    The rank that has found the failure prints the message.
+    """
     with suppress(OSError):
         report_end(message, prints=mine)
     os._exit(RUN_STATUS)

@@ -12,13 +12,13 @@ from realrl.config.errors import RunError
 from realrl.runtime.processes.network import find_node_place, use_loopback, use_route
 
 TIMEOUT = timedelta(minutes=30)
-"""Longest time that ranks wait for each other at the start."""
+"""Maximum time that ranks wait for each other at the start."""
 
 _LOOK_EVERY = 0.05
 
 
 def meet_ranks(rank: int, world: int) -> dist.Store:
-    """Wait for all ranks, and choose the network that gloo uses between them; return a store for this start."""
+    """Wait for all ranks, and choose the network that gloo uses between them. Returns a store for this start."""
     place = find_node_place()
     nodes = place.nodes
     if nodes == 1:
@@ -38,11 +38,11 @@ def meet_ranks(rank: int, world: int) -> dist.Store:
 
 
 def open_new_store(store: dist.Store, rank: int, world: int) -> dist.Store:
-    """Open a part of a store that nobody has used, the same on all ranks.
+    """Open a part of a store that no earlier start has used. All ranks open the same part.
 
-    torchrun keeps its store after a restart, and ranks would find addresses of processes that do not exist any
-    more. Rank 0 chooses a new prefix. Every other rank writes a random word below it, and uses the prefix once
-    rank 0 has confirmed the word. So no rank takes an entry of an earlier start for an answer.
+    torchrun keeps its store after a restart, so ranks could find addresses of processes that no longer exist. To
+    prevent this, rank 0 chooses a new prefix. Every other rank writes a random word below the prefix, and uses the
+    prefix after rank 0 has confirmed the word. An entry of an earlier start cannot confirm this word.
     """
     if rank == 0:
         prefix = secrets.token_hex(8)
@@ -56,7 +56,10 @@ def open_new_store(store: dist.Store, rank: int, world: int) -> dist.Store:
 
 
 def _wait_for_prefix(store: dist.Store, rank: int) -> str:
-    """Write a word below every prefix that rank 0 chooses, until rank 0 has confirmed it; return the prefix."""
+    """Write a word below every prefix that rank 0 chooses, until rank 0 confirms the word.
+
+    Returns the confirmed prefix.
+    """
     word, tried = secrets.token_hex(8), ""
     deadline = time.monotonic() + TIMEOUT.total_seconds()
     while not store.check([f"realrl/confirmed/{word}"]):

@@ -1,4 +1,4 @@
-"""Handling of Ctrl-C, of the SIGTERM that schedulers and containers send, and of terminals that close."""
+"""Handle Ctrl-C, the SIGTERM that schedulers and containers send, and terminals that close."""
 
 import os
 import select
@@ -16,10 +16,11 @@ from realrl.runtime.processes.environment import is_writer, under_launcher
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 PATIENCE = 10.0
-"""Seconds that a process may take to end by itself. It may be in native code, or wait for a rank that has ended."""
+"""Seconds that a process may take to end by itself. It may be in native code, or wait for a rank that is gone."""
 
 ECHO = 2.0
-"""Seconds after SIGTERM within which a second one is the same request. Under torchrun, this holds for SIGINT, too.
+"""Seconds after SIGTERM in which a second SIGTERM counts as the same request. Under torchrun, so does a second
+SIGINT.
 
 Slurm sends SIGTERM to every process of a job, including torchrun, which passes it on. Ctrl-C reaches all processes
 of the terminal, and torchrun passes it on as well.
@@ -27,20 +28,20 @@ of the terminal, and torchrun passes it on as well.
 SAVING = (
     "note: interrupted; the run ends with a checkpoint after this step, and at once after another Ctrl-C\n"
 )
-"""Note of a run that Ctrl-C has asked to end."""
+"""Note that a run prints when Ctrl-C has asked it to end."""
 
 _interruption: "Interrupted | None" = None
-"""Exception that a handler has raised in this process."""
+"""The exception that a signal handler has raised in this process."""
 
 
 @dataclass
 class _Deferral:
-    """State of a process that a signal does not interrupt at once."""
+    """State of a process in which signals do not take effect at once."""
 
     grace: float | None = None
-    """Seconds that the process may take to end; None while signals interrupt."""
+    """Seconds that the process may take to end; None if signals interrupt it at once."""
     requested: int = 0
-    """Number of the first signal."""
+    """Number of the first signal that has arrived; 0 before."""
     handled: bool = False
     """Whether `raise_signals` was called."""
 
@@ -49,9 +50,10 @@ _deferral = _Deferral()
 
 
 class Interrupted(BaseException):
-    """Request by a signal to end the process.
+    """A signal requests that the process ends.
 
-    Not a KeyboardInterrupt, which the command line's library handles itself. `saved` describes the saved files.
+    This is not a KeyboardInterrupt, because the command line's library handles that itself. `saved` describes the
+    saved files.
     """
 
     def __init__(self, number: int, saved: str = "") -> None:
@@ -61,32 +63,35 @@ class Interrupted(BaseException):
 
     @property
     def status(self) -> int:
-        """Exit status, as a shell gives it: 130 after Ctrl-C, 143 after SIGTERM."""
+        """Exit status as in a shell: 130 after Ctrl-C, 143 after SIGTERM."""
         return 128 + self.number
 
     @property
     def message(self) -> str:
-        """Message to print; empty if nothing is known about saved files."""
+        """Message to print. It is empty if nothing is known about saved files."""
         verb = "interrupted" if self.number == signal.SIGINT else "ended by SIGTERM"
         return f"{verb} {self.saved}" if self.saved else ""
 
 
 def handles_signals() -> bool:
-    """Check whether this process is a command, with `raise_signals`; False in a notebook or a test."""
+    """Return whether this process is a command that has called `raise_signals`, and not a notebook or a test."""
     return _deferral.handled
 
 
 def find_interruption() -> Interrupted | None:
-    """Find the exception that a signal has raised in this process, if any: a library may have replaced it."""
+    """Return the exception that a signal has raised in this process, if any.
+
+    A library may have replaced it by another.
+    """
     return _interruption
 
 
 @contextmanager
 def deferred_termination(grace: float, note: str = "") -> Iterator[None]:
-    """Within the block, SIGTERM and Ctrl-C only set a flag, `stop_requested`.
+    """Within the block, SIGTERM and Ctrl-C only set a flag, which `stop_requested` returns.
 
-    After `raise_signals`, the next signal ends the process at once, and so does the end of `grace` and PATIENCE. A
-    grace of 0 defers nothing. `note` is printed after the first Ctrl-C.
+    If `raise_signals` was called, the next signal ends the process at once. So does a timeout after `grace` and
+    PATIENCE seconds together. With a grace of 0, nothing is deferred. `note` is printed after the first Ctrl-C.
     """
     before = {number: signal.getsignal(number) for number in SIGNALS}
     heeded = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
@@ -96,7 +101,7 @@ def deferred_termination(grace: float, note: str = "") -> Iterator[None]:
 
     def request(number: int, frame: FrameType | None) -> None:
         if not _deferral.requested and number == signal.SIGINT and note and is_writer():
-            with suppress(OSError):  # if nobody reads any more
+            with suppress(OSError):  # if the reader is gone
                 os.write(2, b"\n" * os.isatty(2) + note.encode())
         _deferral.requested = _deferral.requested or number
 
@@ -112,12 +117,15 @@ def deferred_termination(grace: float, note: str = "") -> Iterator[None]:
 
 
 def stop_requested() -> bool:
-    """Check whether a signal has asked this process to save and end; see `end_by_signal`."""
+    """Return whether a signal has asked this process to save and end. To end, call `end_by_signal`."""
     return bool(_deferral.requested)
 
 
 def end_by_signal() -> NoReturn:
-    """Interrupt this process by the signal that it has got. A signal to another rank counts as SIGTERM."""
+    """Raise Interrupted for the signal that this process has received.
+
+    If another rank received it, it counts as SIGTERM.
+    """
     global _interruption
     if _interruption is None:
         _interruption = Interrupted(_deferral.requested or signal.SIGTERM)
@@ -125,16 +133,16 @@ def end_by_signal() -> NoReturn:
 
 
 def raise_signals() -> None:
-    """Raise Interrupted in the main thread on the first of these signals. SIGHUP counts as SIGTERM.
+    """From now on, raise Interrupted in the main thread at the first signal. SIGHUP counts as SIGTERM.
 
-    The next signal, or PATIENCE, ends the process at once.
+    The next signal, or a timeout of PATIENCE seconds, ends the process at once.
 
     A signal that this process inherits as ignored stays ignored, as in a shell's background job.
     """
     _deferral.handled = True
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    # Handlers in Python run only between steps of Python; this pipe is written to at once.
+    # Python's handlers run only between Python instructions, but this pipe receives a signal at once.
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
     def interrupt(number: int, _: FrameType | None) -> None:
@@ -147,10 +155,10 @@ def raise_signals() -> None:
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, interrupt)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as `nohup` has it
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # `nohup` ignores it
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     threading.Thread(target=_end_at_last, args=(reader,), daemon=True).start()
-    # A child would write into the same pipe.
+    # Without this, a forked child would write into the same pipe.
     os.register_at_fork(after_in_child=forget_signals)
 
 
@@ -184,7 +192,7 @@ def _end_at_last(reader: int) -> None:
 
 
 def _await_signal(reader: int, seconds: float | None, but: int = 0) -> int:
-    """Wait for the next signal `but` one; return its number, or 0 when there was none for so long."""
+    """Wait for the next signal other than `but`. Returns its number, or 0 if none has come in `seconds`."""
     while select.select([reader], [], [], seconds)[0]:
         number = os.read(reader, 1)[0]
         if number in SIGNALS and number != but:
@@ -193,6 +201,6 @@ def _await_signal(reader: int, seconds: float | None, but: int = 0) -> int:
 
 
 def _pass_over_interruption(unraisable: "sys.UnraisableHookArgs") -> None:
-    """Suppress the traceback of a signal during a destructor; `find_interruption` still finds it."""
+    """Suppress the traceback if a signal interrupts a destructor. `find_interruption` still finds the exception."""
     if not isinstance(unraisable.exc_value, Interrupted):
         sys.__unraisablehook__(unraisable)

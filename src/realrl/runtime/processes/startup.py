@@ -1,4 +1,4 @@
-"""Agreement of ranks before they compile a recipe: the smallest device, and a plan that fits."""
+"""Let ranks agree, before they compile a recipe, on the smallest device and on a plan that fits."""
 
 import os
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from realrl.runtime.processes.process import Process
 
 
 def find_least_device(process: Process) -> Here:
-    """Find the GPU with the least memory of all ranks, or that they compute on CPUs."""
+    """Return the GPU with the least memory among all ranks, or that they compute on CPUs."""
     gpus: list[Gpu] = [gpu for gpu in process.gather(process.gpu) if gpu is not None]
     if not gpus:
         return "cpu"
@@ -24,9 +24,9 @@ def find_least_device(process: Process) -> Here:
 
 
 def is_for_others(experiment: Experiment, cluster: Cluster) -> bool:
-    """Check whether the recipe's plan is a file for other devices than torchrun has found this time.
+    """Return whether the recipe's plan is a file for other devices than those that torchrun has found now.
 
-    UserError if it is not a plan file.
+    Raises UserError if the file is not a plan file.
     """
     named = experiment.plan in (*PRESETS, SEARCH)
     if named or experiment.cluster != "auto" or not under_launcher():
@@ -36,9 +36,9 @@ def is_for_others(experiment: Experiment, cluster: Cluster) -> bool:
 
 
 def replace_plan(experiment: Experiment, cluster: Cluster, *, goes_on: bool) -> tuple[Experiment, str]:
-    """Replace a plan for other devices by a search, with a note, if a run `goes_on`.
+    """Replace a plan for other devices by a search if a run continues (`goes_on`). Also returns a note about it.
 
-    In a new run, or without `launch.shrink`, such a plan stays, and is reported as a mistake.
+    In a new run, or without `launch.shrink`, such a plan stays, and is later reported as a mistake.
     """
     if not experiment.launch.shrink or not (goes_on or restart_count()):
         return experiment, ""
@@ -49,7 +49,8 @@ def replace_plan(experiment: Experiment, cluster: Cluster, *, goes_on: bool) -> 
 def agree_on_plan(
     experiment: Experiment, cluster: Cluster, process: Process, here: Here, say: Callable[[str], None]
 ) -> Plan:
-    """Agree on the plan of a recipe: the launcher's, or the one that the writer makes or searches for now.
+    """Agree on the plan of a recipe: the plan of the launcher, or one that the rank that writes creates or searches
+    for.
 
     `say` is called with the messages of a search. Raises UserError on all ranks if there is no plan.
     """
@@ -62,6 +63,6 @@ def agree_on_plan(
             plan = search_for_plan(experiment, cluster, here, say)
         elif process.rank == WRITER:
             plan = make_written_plan(experiment, cluster, open_models(experiment, download=True))
-    # Only one rank decides: a search may be cut short by time, and nodes may have different files.
+    # Only one rank decides, because time may cut a search short, and nodes may have different files.
     agreed: Plan = process.gather(plan)[WRITER]
     return agreed

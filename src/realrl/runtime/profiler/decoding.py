@@ -1,4 +1,4 @@
-"""Measured times of generation: prefill and decode steps."""
+"""Measure the times of generation: prefill and decode steps."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -29,7 +29,7 @@ class Decoding:
     def __init__(
         self, model: Model, sampling: GenerationConfig, clock: Clock, window_share: float | None = None
     ) -> None:
-        """`window_share`: see `Passes`."""
+        """For `window_share`, see `Passes`."""
         self._model = model
         self._sampling = sampling
         self._clock = clock
@@ -39,7 +39,7 @@ class Decoding:
     def start(self, tokens: int, context: int) -> Mapping[LayerKind, float]:
         """Measure the seconds until `tokens // context` prompts of `context` tokens have their first new token.
 
-        Of that token's decode step, only the time outside the layers counts.
+        Of the decode step of this token, only the time outside the layers counts.
         """
         clock = self._clock
         sampling = self._limited(1)
@@ -58,7 +58,7 @@ class Decoding:
             kv_capacity=rows * (context + 2 * BLOCK_TOKENS),
         )
         end = clock.now()
-        # Prefill ends with the keys and values of the last layer, which are computed between the two passes.
+        # Prefill ends with the keys and values of the last layer, which are computed between these two passes.
         (*prefill, last), (first, *_, token) = self._layer_timer.passes
         before, *layers, between, _, after = clock.between(begin, *prefill, last, first, token, end)
         return {
@@ -92,7 +92,7 @@ class Decoding:
             pass
         passes, sampled = self._layer_timer.passes, running.sampled
         if call.on_gpu:
-            # The second step was captured in a CUDA graph; its moments come from the last replay.
+            # The second step was captured in a CUDA graph. Its recorded moments are those of the last replay.
             passes, sampled = passes[-1:], sampled[-2:]
         else:
             # The first step also admits rows, so it is not typical.
@@ -109,28 +109,28 @@ class Decoding:
         }
 
     def _limited(self, tokens: int) -> GenerationConfig:
-        # Forbidding the end of a sequence costs time at each token.
+        # Keep this setting, because forbidding the end of a sequence costs time for each token.
         always = self._sampling.min_new_tokens > self._sampling.max_new_tokens // 2
         limits = {"max_new_tokens": tokens, "min_new_tokens": tokens if always else 0}
         return self._sampling.model_copy(update=limits)
 
 
 def _choose_ends(sampling: GenerationConfig) -> tuple[int, ...]:
-    """Choose stop tokens so that no sequence ends: a forbidden token, or none."""
+    """Choose stop tokens so that no sequence ends: a token that is forbidden, or no token."""
     return (0,) if sampling.min_new_tokens else ()
 
 
 class _CachedDecodeBatch(DecodeBatch):
-    """Decode batch that pretends its sequences are already in the KV cache."""
+    """Decode batch that assumes that its sequences are already in the KV cache."""
 
     def __init__(self, call: GenerateCall, clock: Clock) -> None:
         super().__init__(call, 0)
         self._clock = clock
         self.sampled: list[Moment] = []
-        """Moments after sampling in each decode step."""
+        """Moments at which sampling ended in each decode step."""
 
     def _prefill(self, prefills: Sequence[RowPrefill]) -> None:
-        """Compute nothing."""
+        """Compute nothing, because the cache counts as filled."""
 
     def _decode(self) -> Tensor:
         tokens = super()._decode()

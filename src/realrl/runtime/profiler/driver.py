@@ -49,18 +49,18 @@ class ResultsStore:
             self._layers |= {(p.shape, p.dtype): {m.key: m for m in p.measurements} for p in profile.layers}
 
     def layers(self, shape: ShapeKey, dtype: Dtype) -> dict[Hashable, Measurement]:
-        """Find the measured times of a shape in a data type."""
+        """Return the measured times of a shape in a data type."""
         return self._layers.setdefault((shape, dtype), {})
 
     def add_spread(self, kind: Literal["layers", "transfers"], spread: float | None) -> None:
-        """Note the spread of a part's sweeps; the largest spread counts."""
+        """Record the spread of a part's sweeps. The largest spread counts."""
         if spread is not None:
             old = self._sweeps or SweepSpread()
             self._sweeps = old.model_copy(update={kind: max(getattr(old, kind), spread)})
 
     @property
     def profile(self) -> Profile:
-        """Profile of all results."""
+        """The profile with all results."""
         parts = [
             LayerTimes(shape=shape, dtype=dtype, measurements=tuple(times.values()))
             for (shape, dtype), times in self._layers.items()
@@ -74,25 +74,25 @@ QUICK = Pace(1, 0.05, (1, 5), limit=0.2, total=20.0)
 
 
 class MeasurementObserver(Protocol):
-    """Listener for the progress of a measurement, on the rank that writes."""
+    """Interface for listening to the progress of a measurement, on the rank that writes."""
 
     def note(self, text: str) -> None:
-        """Show a note."""
+        """Called with a note for the user."""
 
     def begin(self, what: str, points: int) -> None:
-        """Begin a part with this number of points."""
+        """Called when a part begins, with its number of points."""
 
     def done(self) -> None:
-        """Count a point, measured or skipped."""
+        """Called after each point, whether it was measured or skipped."""
 
     def end(self, file: str, seconds: float) -> None:
-        """End the measurement; the profile is in a file."""
+        """Called at the end, with the file of the profile."""
 
 
 def profile(request: Request, observer: MeasurementObserver | None) -> None:
-    """Measure as one rank, or alone; `observer` is set on the rank that writes.
+    """Measure as one of several ranks, or alone. `observer` is set on the rank that writes.
 
-    Raises UserError if an earlier profile is unreadable or for another device.
+    Raises UserError if there is an earlier profile that is unreadable or for another device.
     """
     with connect(request.device) as process:
         with process.together():
@@ -144,7 +144,7 @@ class _Profiler:
     ) -> None:
         """Add the missing entries of one part.
 
-        `rows` makes new points for each sweep, because points hold the models that they measure.
+        `rows` creates new points for each sweep, because points keep the models that they measure in memory.
         """
         observer = self._observer
         sweeps = self._pace.sweeps
@@ -172,7 +172,7 @@ class _Profiler:
 
 
 def count_local_processes() -> int:
-    """Count the processes on this node. Raises UserError if other nodes have another number."""
+    """Count the processes on this node. Raises UserError if other nodes have a different number."""
     place = find_node_place()
     if not place.even:
         raise UserError(
@@ -213,7 +213,7 @@ def _load_results(request: Request, process: Process, observer: MeasurementObser
             )
         return ResultsStore(fresh)
     if request.again:
-        # Corrections belong to the old measurements.
+        # Drop corrections, which belong to the old measurements.
         old = old.model_copy(update={"corrections": ()})
     return ResultsStore(old, again=request.again)
 
@@ -226,7 +226,8 @@ def _processes(profile: Profile) -> str:
 
 
 def _device_name(request: Request, device: torch.device) -> str:
-    """Name the device: as requested, by its built-in kind, or by its driver in the same style."""
+    """Return the name of the device: the requested name, that of its built-in kind, or the driver's in the same
+    style."""
     if request.group is not None:
         return request.group.device.name
     if device.type == "cpu":

@@ -1,4 +1,4 @@
-"""Measured times of a machine, independent of models: memory, optimizer updates, collectives and messages."""
+"""Measure times that do not depend on models: memory, optimizer updates, collectives and messages."""
 
 import math
 import time
@@ -22,11 +22,11 @@ from realrl.runtime.processes.process import Process
 from realrl.runtime.profiler.points import UNKNOWN, Clock, Point, trimmed_mean
 from realrl.runtime.profiler.sizes import copy_sizes, transfer_sizes
 
-_FLOAT_BYTES = 4  # measured with float32
+_FLOAT_BYTES = 4  # size of an element, because measurements use float32
 
 
 def measure_copies(number_bytes: int, clock: Clock) -> Mapping[CollectiveKind, float]:
-    """Measure the seconds of copies in a rank's memory, and to and from host memory."""
+    """Measure the seconds of copies within a rank's memory, and to and from host memory."""
     source = torch.zeros(max(1, number_bytes // _FLOAT_BYTES), device=clock.device)
     target = torch.zeros_like(source)
     begin = clock.now()
@@ -76,17 +76,17 @@ class Update:
 
 
 _MOMENT = 0.5e-3
-"""Approximate seconds that ranks compute before they communicate.
+"""Approximate number of seconds that ranks compute before they communicate.
 
 On a CPU, threads that wait this long fall asleep and need time to wake up.
 """
 _SQUARE = torch.ones(64, 64)
 _ROUNDS, _AT_ONCE = 8, 2
-"""Number of messages in a measurement, and of messages in flight while ranks compute."""
+"""Number of messages in a measurement, and number of messages in flight while ranks compute."""
 
 
 class GroupLinks:
-    """Links of one group of ranks; all of its ranks use them together."""
+    """The links of one group of ranks. All of its ranks use them together."""
 
     def __init__(self, group: Group, reverse_group: Group, clock: Clock, products: int) -> None:
         """`products`: number of matrix products that each rank computes before it communicates."""
@@ -116,10 +116,10 @@ class GroupLinks:
         return found
 
     def message(self, number_bytes: int) -> Mapping[CollectiveKind, float]:
-        """Measure the seconds that a message between two ranks adds to the computation of both.
+        """Measure how many seconds a message between two ranks adds to the computation of these ranks.
 
         On a CPU, both ranks compute while messages are in flight, like the stages of a pipeline. A GPU sends
-        without slowing its computation.
+        without slowing its computation, so there the ranks do not compute.
         """
         clock = self._clock
         rows = max(1, number_bytes // _FLOAT_BYTES)
@@ -139,7 +139,7 @@ class GroupLinks:
         return {"send": (seconds - computed * (_ROUNDS + 1) / _ROUNDS) / _ROUNDS}
 
     def _go_round(self, message: Tensor, at_once: int) -> None:
-        """Send messages to the second rank and back; both compute before they send."""
+        """Send messages to the second rank and back. Both ranks compute before they send."""
         pair = self._pair
         send: Callable[[Tensor], None] = pair.send if pair.first else pair.send_gradient
         received = prefetch_receives(
@@ -161,7 +161,7 @@ class GroupLinks:
 
 
 def _moment(process: Process) -> int:
-    """Calibrate the number of matrix products in `_MOMENT`, on the fastest rank; 0 on GPUs.
+    """Find the number of matrix products that the fastest rank computes in `_MOMENT` seconds; 0 on GPUs.
 
     All ranks call this together.
     """
@@ -176,7 +176,7 @@ def _moment(process: Process) -> int:
 
 
 def connect_groups(process: Process, size: int, clock: Clock) -> GroupLinks:
-    """Connect groups of `size` consecutive ranks; `size` divides their number.
+    """Connect groups of `size` consecutive ranks. The number of all ranks must be divisible by `size`.
 
     All ranks call this together.
     """
@@ -197,7 +197,7 @@ def connect_pairs(process: Process, distance: int, clock: Clock) -> GroupLinks |
 def _links(process: Process, rank_sets: list[tuple[int, ...]], clock: Clock) -> GroupLinks | None:
     products = _moment(process)
     forward: RankSets = {ranks: frozenset({"tensor", "data", "pipeline"}) for ranks in rank_sets}
-    # Traffic in the other direction has its own connection.
+    # Messages in the other direction have their own connection.
     backward: RankSets = {ranks[::-1]: frozenset({"reverse_pipeline"}) for ranks in rank_sets}
     groups = process.groups({**forward, **backward})
     own = next((ranks for ranks in rank_sets if ranks in groups), None)
@@ -207,7 +207,7 @@ def _links(process: Process, rank_sets: list[tuple[int, ...]], clock: Clock) -> 
 
 
 def measure_message(links: GroupLinks | None, number_bytes: int) -> Mapping[CollectiveKind, float]:
-    """Measure the seconds from rank to rank; minus infinity on a rank without a pair."""
+    """Measure the seconds of a message from rank to rank; minus infinity on a rank without a partner."""
     return {"send": -math.inf} if links is None else links.message(number_bytes)
 
 

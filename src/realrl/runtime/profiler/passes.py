@@ -1,4 +1,4 @@
-"""Measured times of inference and training: the parts of one micro-batch."""
+"""Measure the times of inference and training: the parts of one micro-batch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,34 +23,37 @@ from realrl.runtime.profiler.points import Clock, Moment
 
 @dataclass(frozen=True)
 class LayerMix:
-    """Layers of a measured model; the first also prepares data for all of them."""
+    """The layers of a measured model. The first one also prepares data for all of them."""
 
     windowed: tuple[bool, ...]
     """Whether each layer has a sliding window."""
     share: float
-    """Share of layers with a window in the model for which it stands."""
+    """Share of layers with a window in the complete model that the measured model represents."""
 
     @classmethod
     def of(cls, measured: ModelShape, share: float | None = None) -> "LayerMix":
-        """Describe a measured model; `share` is its own by default."""
+        """Describe a measured model. `share` is by default the share of the measured model itself."""
         windowed = tuple(layer in measured.windowed_layers for layer in range(measured.layers))
         return cls(windowed, find_window_share(measured) if share is None else share)
 
     def average(self, seconds: Sequence[float]) -> float:
-        """Compute the seconds of an average layer, if the first layer is like the others."""
+        """Compute the seconds of an average layer. The first layer must be like all others."""
         return self._average(seconds, self.windowed)
 
     def typical(self, seconds: Sequence[float]) -> float:
-        """Compute the seconds of an average layer; `seconds` has all layers in order, or the first ones."""
+        """Compute the seconds of an average layer other than the first.
+
+        `seconds` has all layers in order, or the first ones.
+        """
         return self._average(seconds[1:] or seconds, self.windowed[1:] if seconds[1:] else self.windowed)
 
     def typical_backward(self, seconds: Sequence[float]) -> float:
-        """Compute the seconds of an average layer backward; `seconds` begin with the last layer."""
+        """Compute the seconds of an average layer's backward pass. `seconds` begins with the last layer."""
         kinds = self.windowed[::-1]
         return self._average(seconds[1:] or seconds, kinds[1:] if seconds[1:] else kinds)
 
     def first_extra(self, seconds: Sequence[float]) -> float:
-        """Compute the extra seconds of the first layer over other layers of its kind."""
+        """Compute how many seconds the first layer takes in addition to those of other layers of its kind."""
         others = [*zip(seconds, self.windowed, strict=False)][1:]
         alike = [each for each, windowed in others if windowed == self.windowed[0]]
         return seconds[0] - (mean(alike) if alike else self.typical(seconds))
@@ -66,14 +69,14 @@ class LayerMix:
 
 
 def find_window_share(shape: ModelShape) -> float:
-    """Find the share of layers that have a sliding window."""
+    """Return the share of layers that have a sliding window."""
     return len(shape.windowed_layers) / shape.layers
 
 
 def make_records(lengths: Sequence[int], vocabulary: int, device: torch.device) -> Batch:
-    """Make a batch like in the calls of a PPO step, with sequences of these lengths.
+    """Create a batch like those in the calls of a PPO step, with sequences of these lengths.
 
-    The first half of a sequence is the prompt; a single token is both.
+    The first half of a sequence is the prompt. A single token is both prompt and answer.
     """
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(0, vocabulary, (sum(lengths),), generator=generator)
@@ -100,7 +103,8 @@ class LayerTimer:
         self.passes: list[list[Moment]] = []
         """Moments of each forward pass: the start of the first layer, and the end of every layer."""
         self.backward: list[Moment] = []
-        """Moments at which gradients are ready: of each layer's output, last layer first, then of the input."""
+        """Moments at which gradients are ready: first that of the last layer's output, at the end that of the
+        input."""
         layers = model.transformer.layers
         layers[0].register_forward_pre_hook(self._begin)
         for layer in layers:
@@ -134,7 +138,8 @@ class Passes:
     """
 
     def __init__(self, model: Model, clock: Clock, window_share: float | None = None) -> None:
-        """`window_share`: share of windowed layers in the model for which this one stands; None for its own."""
+        """`window_share`: share of windowed layers in the complete model that this model represents; None for its
+        own share."""
         self._model = model
         self._clock = clock
         self._layers = LayerMix.of(model.shape, window_share)
@@ -145,15 +150,15 @@ class Passes:
         self._training: TrainMethod = _CriticGradients(PPO) if scalar else _ActorGradients(PPO)
 
     def measure(self, lengths: Sequence[int]) -> dict[str, float]:
-        """Measure the seconds of the parts of a micro-batch, without gradients and with them.
+        """Measure the seconds of the parts of a micro-batch, without gradients and with gradients.
 
-        `lengths`: tokens of each sequence.
+        `lengths`: number of tokens in each sequence.
         """
         batch = make_records(lengths, self._model.shape.vocab_size, self._model.device)
         return self._infer(batch) | self._train(batch)
 
     def _infer(self, batch: Batch) -> dict[str, float]:
-        """Measure inference: before the layers, one layer, and after them."""
+        """Measure inference: the time before the layers, of one layer, and after the layers."""
         clock = self._clock
         tokens = len(batch["sequences"].values)
         self._layer_timer.clear()
@@ -166,7 +171,8 @@ class Passes:
         return {"embed": before + extra, "layer": self._layers.typical(layers), "head": after}
 
     def _train(self, batch: Batch) -> dict[str, float]:
-        """Measure training: before and after, a layer and the head both ways, and the embedding backward."""
+        """Measure training: a layer forward and backward, the head forward and backward, and everything before and
+        after."""
         clock = self._clock
         trainer = self._trainer
         self._layer_timer.clear()
@@ -185,7 +191,8 @@ class Passes:
 
 
 def convert_parts(seconds: Mapping[str, float], head: Head) -> dict[LayerKind, float]:
-    """Convert the results of `measure` to entries of a profile: inference, and what training adds."""
+    """Convert the results of `measure` to entries of a profile: times of inference, and the times that training
+    adds."""
     heads: tuple[LayerKind, LayerKind] = ("head", "head_backward")
     if head == "scalar":
         heads = ("scalar", "scalar_backward")
@@ -201,14 +208,14 @@ def convert_parts(seconds: Mapping[str, float], head: Head) -> dict[LayerKind, f
 
 
 class _Trainer(Trainer):
-    """Trainer that records the moments of gradient computation."""
+    """Trainer that records when the computation of gradients begins and ends."""
 
     def __init__(self, model: Model, clock: Clock) -> None:
         super().__init__(model, OptimizerConfig())
         self._clock = clock
         self.begun: Moment = 0.0
         self.left: Moment = 0.0
-        """End of the last backward pass."""
+        """Moment at which the last backward pass ended."""
         self.ended: Moment = 0.0
 
     def _accumulate_gradients(self, *args: Any, **options: Any) -> tuple[Metrics, bool]:
@@ -226,7 +233,7 @@ class _ActorGradients(ActorTrain):
     """Training of the actor without an update."""
 
     def stop(self, metrics: dict[str, float]) -> bool:
-        """Stop always, after the base class has seen the metrics."""
+        """Always stop, after the base class has seen the metrics."""
         super().stop(metrics)
         return True
 
@@ -235,12 +242,12 @@ class _CriticGradients(CriticTrain):
     """Training of the critic without an update."""
 
     def stop(self, metrics: dict[str, float]) -> bool:
-        """Stop always."""
+        """Always stop."""
         return True
 
 
 def measure_preparation(sequences: int, answer: int, clock: Clock) -> float:
-    """Measure the seconds of PPO's preparation of experience, averaged over its two train calls.
+    """Measure the seconds in which PPO prepares experience, averaged over its two train calls.
 
     `AlgorithmSpec.experience_calls` lists the calls that prepare experience in this way.
     """

@@ -1,4 +1,4 @@
-"""Points to measure: the clock, repetition on all ranks, and the loop over points."""
+"""Measure points: the clock, repetition on all ranks, and the loop over points."""
 
 import math
 import time
@@ -15,11 +15,11 @@ from realrl.planner.profile.profile import CollectiveTime, Measurement
 from realrl.runtime.processes.process import Process
 
 Moment = float | torch.cuda.Event
-"""Point in time; on a GPU, of the device's progress, not of the launch by the host."""
+"""A point in time. On a GPU, it is when the device gets there, not when the host launches the work."""
 
 
 class Clock:
-    """Moments on one device."""
+    """Records moments on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -28,7 +28,7 @@ class Clock:
         """Record the current moment."""
         if self.device.type != "cuda":
             return time.perf_counter()
-        # An event in a CUDA graph is recorded at every replay.
+        # An external event in a CUDA graph is recorded at every replay.
         event = torch.cuda.Event(enable_timing=True, external=torch.cuda.is_current_stream_capturing())
         event.record()
         return event
@@ -56,7 +56,7 @@ AverageFunction = Callable[[Sequence[float]], float]
 def trimmed_mean(times: Sequence[float]) -> float:
     """Average the times without the slowest 5 %.
 
-    For consecutive events the sum matters, so a median would be wrong.
+    For consecutive events, their sum matters, so a median would be wrong.
     """
     kept = sorted(times)[: max(1, len(times) * 19 // 20)]
     return sum(kept) / len(kept)
@@ -66,7 +66,10 @@ class Bench:
     """Repeats measurements until enough time has passed."""
 
     def __init__(self, process: Process, *, patience: float, repetitions: tuple[int, int]) -> None:
-        """`patience`: seconds for one measurement, with (minimum, maximum) `repetitions`."""
+        """`patience`: seconds that one measurement may take.
+
+        `repetitions`: minimum and maximum number of repetitions.
+        """
         self.process = process
         self.clock = Clock(process.device)
         self._patience = patience
@@ -75,10 +78,10 @@ class Bench:
     def measure(
         self, work: Callable[[], Mapping[Kind, float]], average: AverageFunction = median
     ) -> dict[Kind, float] | None:
-        """Average the times of the parts of `work`; None if memory is too small.
+        """Average the times of the parts of `work` over its repetitions; None if memory is too small.
 
-        Each time is the slowest rank's, because the others wait for it. All ranks call this together, with the same
-        parts.
+        Each time is that of the slowest rank, because all other ranks wait for it. All ranks call this together,
+        with the same parts.
         """
         if not self._warm_up(work):
             return None
@@ -106,7 +109,7 @@ class Bench:
         return all(self.process.gather(fits))
 
     def wait(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have called this."""
         if self.process.control is not None:
             dist.barrier(group=self.process.control)
 
@@ -114,9 +117,9 @@ class Bench:
 Entry = TypeVar("Entry", Measurement, CollectiveTime)
 
 LEAST = 1e-9
-"""Minimum seconds of an entry; the difference of two measured times may be smaller or negative."""
+"""Minimum seconds of an entry. The difference of two measured times could be smaller or negative."""
 UNKNOWN = 1.0
-"""Placeholder seconds of an entry that has not been measured."""
+"""Placeholder for the seconds of an entry that has not been measured."""
 
 
 @dataclass(frozen=True)
@@ -126,35 +129,35 @@ class Point(Generic[Entry]):
     blanks: tuple[Entry, ...]
     """Entries of a profile without times, each of another kind."""
     work: Callable[[], Mapping[Any, float]]
-    """Returns the seconds of its parts."""
+    """Executes the work once, and returns the seconds of its parts."""
     size: int
-    """Size with which the times grow."""
+    """Size to which the times are about proportional."""
     times: int = 1
-    """Approximate number of times the measured parts occur in one execution of `work`."""
+    """Approximate number of times that the measured parts occur in one execution of `work`."""
     average: AverageFunction = median
-    """Average over several executions."""
+    """Function that averages over several executions."""
     derive: Callable[[Mapping[Any, float]], Mapping[Any, float]] = dict
-    """Conversion of the averages of the parts to seconds by kind."""
+    """Function that converts the averages of the parts to seconds by kind."""
 
     def known(self, entries: Container[Hashable]) -> bool:
-        """Check whether it has been measured."""
+        """Return whether this point has been measured."""
         return all(blank.key in entries for blank in self.blanks)
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Time to spend on measurements."""
+    """How much time measurements may take."""
 
     sweeps: int
-    """Number of sweeps over all points, so that a busy moment does not spoil some sizes."""
+    """Number of sweeps over all points. With several sweeps, a busy moment does not spoil some sizes."""
     patience: float
-    """Seconds of one measurement in a sweep, if they allow enough repetitions."""
+    """Seconds that one measurement in a sweep takes, if this allows enough repetitions."""
     repetitions: tuple[int, int]
     """Minimum and maximum number of repetitions."""
     limit: float
     """Maximum seconds of one execution; slower points are skipped."""
     total: float
-    """Seconds of a sweep, after which only the smallest size of each remaining series is measured."""
+    """Seconds of a sweep. After that time, only the smallest size of each remaining series is measured."""
 
 
 class Measurer(Generic[Entry]):
@@ -163,17 +166,17 @@ class Measurer(Generic[Entry]):
     def __init__(
         self, entries: dict[Hashable, Entry], bench: Bench, pace: Pace, done: Callable[[], None]
     ) -> None:
-        """`done` is called after each point, whether measured or skipped."""
+        """`done` is called after each point, whether it was measured or skipped."""
         self.entries: dict[Hashable, Entry] = entries
         self._bench = bench
         self._pace = pace
         self._done = done
         self._rates: dict[tuple[object, ...], float] = {}
-        """Series that are measured together -> latest seconds per unit of size."""
+        """Latest seconds per unit of size, for each tuple of series that are measured together."""
         self._started = time.monotonic()
 
     def measure(self, row: Sequence[Point[Entry]]) -> None:
-        """Measure a series in order of size. When one point is skipped, all larger ones are too."""
+        """Measure a series in order of size. If one point is skipped, all larger ones are skipped too."""
         continuing = True
         for point in row:
             series = tuple(blank.series for blank in point.blanks)
@@ -202,7 +205,7 @@ class Measurer(Generic[Entry]):
 
 
 def take_medians(sweeps: Sequence[Mapping[Hashable, Entry]]) -> dict[Hashable, Entry]:
-    """Take the median of each entry over the sweeps that measured it."""
+    """Compute the median of each entry over the sweeps that have measured it."""
     found: dict[Hashable, list[Entry]] = {}
     for entries in sweeps:
         for key, entry in entries.items():
@@ -214,10 +217,10 @@ def take_medians(sweeps: Sequence[Mapping[Hashable, Entry]]) -> dict[Hashable, E
 
 
 def find_sweep_spread(sweeps: Sequence[Mapping[Hashable, Entry]], known: Container[Hashable]) -> float | None:
-    """Find the spread of whole sweeps: the root mean square of their shifts, each a median over entries.
+    """Compute the spread of whole sweeps: the root mean square of their shifts.
 
-    A shift is ln(seconds / median of all sweeps). Entries in `known` do not count. None for a single sweep, or
-    without new entries.
+    The shift of a sweep is the median of ln(seconds / median of all sweeps) over its entries. Entries in `known` do
+    not count. Returns None for a single sweep, or if there are no new entries.
     """
     medians = {key: entry.seconds for key, entry in take_medians(sweeps).items() if key not in known}
     shifts = [

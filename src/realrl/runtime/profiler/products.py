@@ -1,6 +1,6 @@
-"""Comparison of methods to multiply float32 matrices on this machine's processor.
+"""Compare methods to multiply float32 matrices on this machine's processor.
 
-    python -m realrl.runtime.profiler.products
+python -m realrl.runtime.profiler.products
 
 prints the fastest as JSON, for `realrl.config.hardware`.
 """
@@ -18,24 +18,25 @@ from realrl.config.hardware import ProductChoice
 from realrl.model.arithmetic.ops import Products
 
 _SHAPES = ((1024, 256, 1024), (2048, 768, 2048), (64, 512, 2048))
-"""Rows, inputs and outputs: micro-batches of small models, and a decode step."""
+"""Rows, inputs and outputs of products, as in micro-batches of small models and in a decode step."""
 _FEW_ROWS = ((64, 256, 1024), (64, 768, 2048), (16, 512, 2048))
-"""The same for decode steps."""
+"""Rows, inputs and outputs of products, as in decode steps."""
 _WEIGHTS = 1 << 21
-"""Minimum elements of alternating weights: decode steps do not find their weights in a cache."""
+"""Minimum number of elements in the weights that are used in turn, because decode steps find no weights in a
+cache."""
 _CLEARLY = 1.2
-"""Smallest ratio at which a method counts as faster; smaller ones are within noise."""
+"""Minimum ratio of speeds at which a method counts as faster. Smaller ratios are within noise."""
 _PACKED = 1.1
-"""The same for packed weights, whose advantage grows with the number of threads."""
+"""Minimum ratio for packed weights. It is lower, because their advantage grows with the number of threads."""
 _SECONDS = 0.08
-"""Seconds per method and shape."""
+"""Seconds to measure each method and shape."""
 
 WeightProduct = Callable[[Tensor], Tensor]
 """Product with a fixed weight. [N, K] -> [N, M]"""
 
 
 def compare_products() -> ProductChoice:
-    """Measure the methods alternately, and choose."""
+    """Measure the methods in turn, and choose the fastest."""
     # The processor time of one thread is reliable even on a busy machine.
     torch.set_num_threads(1)
     if not torch.backends.mkldnn.is_available():
@@ -67,7 +68,7 @@ def _compare(
     beside: Callable[[Tensor], WeightProduct],
     shapes: Sequence[tuple[int, int, int]],
 ) -> float:
-    """Measure the speed of a method relative to another, as the geometric mean over shapes."""
+    """Measure the speed of a method relative to another method, as the geometric mean over shapes."""
     logs = []
     for rows, inputs, outputs in shapes:
         x = torch.randn(rows, inputs)

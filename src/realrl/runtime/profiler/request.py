@@ -1,4 +1,4 @@
-"""Requests to the profiler. No torch."""
+"""Describe what the profiler should measure. Does not import torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,11 +28,11 @@ class Request:
     sizes: Sizes
     sampling: GenerationConfig
     group: NodeGroup | None
-    """Devices to measure for, if named."""
+    """The devices for which times are measured, if the user names them."""
     device: Literal["auto", "cpu", "cuda"]
     out: Path
     again: bool = False
-    """Whether to measure known entries again."""
+    """Whether to measure entries again that are already known."""
 
     def degrees(self, per_node: int, shape: ModelShape) -> tuple[int, ...]:
         """List the degrees of tensor parallelism on nodes of the group, or of `per_node` devices."""
@@ -50,9 +50,9 @@ def make_request(
     quick: bool,
     again: bool,
 ) -> Request:
-    """Make a request from a recipe, names of shapes, or both. Raises UserError for a wrong argument.
+    """Create a request from a recipe, names of shapes, or both. Raises UserError for a wrong argument.
 
-    `shapes` are measured in addition to the recipe's models; `dtypes` replace the models' types.
+    `shapes` are measured in addition to the recipe's models. `dtypes` replace the dtypes of the models.
     """
     if experiment is None and not shapes:
         raise UserError("there is nothing to measure: give a recipe, or --shape NAME, for example llama-2-7b")
@@ -70,7 +70,8 @@ def make_request(
     check_file(f"--out {out}", file)
     generation = None if experiment is None else experiment.spec.generation
     sampling = GenerationConfig() if generation is None else generation(experiment)
-    # Measurements hardly depend on the number of layers, and on nothing else that a key omits.
+    # Keep the deepest shape of each key. A key omits the number of layers, which hardly matters, and nothing else
+    # that does.
     deepest = {(ShapeKey.of(shape), dtype): shape for shape, dtype in sorted(found, key=_layers)}
     return Request(
         models=tuple((shape, dtype) for (_, dtype), shape in deepest.items()),
@@ -97,13 +98,13 @@ def _models(experiment: Experiment) -> list[tuple[ModelShape, Dtype]]:
                 f"models.{role}: {error}; or set models.{role}.path=null and models.{role}.shape to a size, for"
                 " example llama-2-7b"
             ) from None
-        # The widening of quantised matrices is not measured.
+        # Measure without quantisation; the widening of quantised matrices is not measured.
         found.append((shape.model_copy(update={"quantised": None}), DTYPES[config.compute_dtype]))
     return found
 
 
 def _group(spec: ClusterSpec) -> NodeGroup:
-    """Find the devices of a cluster. Raises UserError if its nodes differ."""
+    """Return the devices of a cluster. Raises UserError if its nodes differ."""
     if len({group.device.name for group in spec.groups}) > 1:
         raise UserError(f"cluster {spec.name} has several kinds of devices; name one, for example h100:1x8")
     if not spec.cluster.even:

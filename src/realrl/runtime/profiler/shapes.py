@@ -1,4 +1,4 @@
-"""All measurements of one model shape in one data type."""
+"""List all measurements of one model shape in one data type."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,30 +30,31 @@ from realrl.runtime.profiler.points import UNKNOWN, Clock, Point
 from realrl.runtime.profiler.sizes import Sizes
 
 _LAYERS = 2
-"""Layers of models for passes: the first prepares data for all, the second is typical."""
+"""Number of layers of models for passes. The first layer prepares data for all, and the second one is typical."""
 _STARTED_LAYERS = 3
-"""Layers of models for prefill, which computes only a part of the last layer."""
+"""Number of layers of models for prefill, which computes only a part of the last layer."""
 _MIXED_LAYERS = 4
-"""Layers of models with and without sliding windows: one of each kind is neither first nor last."""
+"""Number of layers of models in which some layers have sliding windows. One layer of each kind is neither first nor
+last."""
 _DECODED_BYTES = 256 << 20
-"""Bytes of layers for decode steps: more than caches hold, if the model is that large."""
+"""Bytes of the layers in decode steps. They are more than caches hold, if the model is that large."""
 _LARGEST_UPDATE = 1 << 27
 """Maximum number of parameters in a measured optimizer update."""
 _PASSES: Mapping[Head, tuple[LayerKind, ...]] = {
     "lm": ("head", "head_backward"),
     "scalar": ("embed", "embed_backward", "forward", "backward", "scalar", "scalar_backward"),
 }
-"""Parts measured with each head; shared parts use the scalar head, which has no vocabulary."""
+"""Parts that are measured with each head. Parts without a head use the scalar head, which has no vocabulary."""
 
 _PRODUCTS = {"cpu": (1 << 9, 1 << 11), "cuda": (1 << 12, 1 << 13)}
-"""Rows of square matrices for products, by type of device; the larger size reaches the peak."""
+"""Numbers of rows of square matrices in products, by type of device. The larger size reaches the peak."""
 
 ShapeRow = list[Point[Measurement]]
 
 
 @dataclass(frozen=True)
 class ShapeMeasurements:
-    """Measurements of a model shape. `degrees`: of tensor parallelism."""
+    """Measurements of a model shape. `degrees`: degrees of tensor parallelism."""
 
     shape: ModelShape
     dtype: Dtype
@@ -65,7 +66,7 @@ class ShapeMeasurements:
     def rows(self) -> Iterator[ShapeRow]:
         """Yield series of points of increasing size.
 
-        Degrees alternate, so that changes in the machine's speed affect all of them.
+        Degrees of parallelism alternate, so that changes in the machine's speed affect all of them.
         """
         for answer, sizes in _by_length(self.sizes.preparations()):
             yield [self._preparation(rows, answer) for rows in sizes]
@@ -144,7 +145,7 @@ class ShapeMeasurements:
         def point(rows: int, context: int, *, first: bool) -> Point[Measurement]:
             blanks = _blanks(("decode",), tp=tp, sequences=rows, context=context)
             if first:
-                # These do not depend on the context.
+                # These two entries do not depend on the context.
                 blanks += _blanks(("decode_overhead", "sample"), tp=tp, sequences=rows)
             return Point(blanks, lambda: decoding().measure_step(rows, context), rows, layers * DECODE_STEPS)
 
@@ -152,7 +153,7 @@ class ShapeMeasurements:
             yield [point(rows, context, first=i == 0) for rows in group]
 
     def _count_layers(self, few: int) -> int:
-        """Count the layers of a measured model; `few` suffice if all layers are alike."""
+        """Return the number of layers of a measured model. `few` are enough if all layers are alike."""
         return _MIXED_LAYERS if 0 < find_window_share(self.shape) < 1 else few
 
     def _model(self, head: Head, tp: int, layers: int) -> Model:
@@ -172,7 +173,7 @@ class ShapeMeasurements:
 
 
 def _by_length(sizes: Iterable[tuple[int, int]]) -> Iterator[tuple[int, list[int]]]:
-    """Group (size, length) pairs by length: each length with its sizes."""
+    """Group (size, length) pairs by length. Yields each length with its sizes."""
     for length, group in groupby(sizes, itemgetter(1)):
         yield length, [size for size, _ in group]
 
@@ -182,7 +183,7 @@ def _blanks(kinds: Iterable[LayerKind], **at: int) -> tuple[Measurement, ...]:
 
 
 def _layer_tensors(shape: ModelShape, layers: int) -> list[TensorSpec]:
-    """List the tensors of some layers: up to `_LARGEST_UPDATE` elements, at least one layer."""
+    """List the tensors of some layers, with at most `_LARGEST_UPDATE` elements, but of at least one layer."""
     few = shape.model_copy(update={"layers": layers})
     tensors = [spec for spec in model_tensors(few, "lm") if spec.layer is not None]
     per_layer = sum(spec.numel for spec in tensors) // layers
@@ -191,7 +192,7 @@ def _layer_tensors(shape: ModelShape, layers: int) -> list[TensorSpec]:
 
 @dataclass(frozen=True)
 class _Silent(Group):
-    """Group of TP ranks in which only this rank exists; collectives return its own part."""
+    """Group of TP ranks in which only this rank exists. Collectives return data of this rank only."""
 
     def gather_columns(self, part: Tensor, columns: int) -> Tensor:
         """Repeat the columns once per rank."""
@@ -209,9 +210,10 @@ def make_tensor_rank(
     device: torch.device,
     products: Products,
 ) -> Model:
-    """Make a model of `layers` layers: the largest of `tp` TP ranks, with fresh weights.
+    """Create the part of a model that the largest of `tp` TP ranks has, with `layers` layers and fresh weights.
 
-    Communication is replaced by its own data. It takes the time of the arithmetic; its results are meaningless.
+    Collectives return the rank's own data. A pass therefore takes only the time of the arithmetic, and its results
+    are meaningless.
     """
     shape = shape.with_layers(layers)
     placement = Placement(Mesh(0, tp), Strategy(tp=tp))
@@ -223,7 +225,7 @@ def make_tensor_rank(
     )
     layout = build_layout(shape, head, placement)
     model = Model(layout, rank, groups, dtype=dtype, device=device, products=products)
-    # Values like a model's, drawn on the device: on a CPU a large model would take minutes.
+    # Use values like those of a model, but draw them on the device: on a CPU, a large model would take minutes.
     for part in model.sets.values():
         part.buffer.data.normal_(0.0, shape.init_std)
     for spec in model.parameters.tensors:

@@ -1,7 +1,8 @@
-"""Boards: ranks publish heartbeats and failures there, and watchdogs read them. No torch, but in `StoreBoard`.
+"""Boards: ranks publish heartbeats and failures there, and watchdogs read them.
 
 A launcher on this machine reads files. The launcher on a Ray cluster reads the same files through actors
-(`runtime/launcher/on_ray.py`). Ranks that torchrun has started use torchrun's store.
+(`runtime/launcher/on_ray.py`). Ranks that torchrun has started use torchrun's store. This module
+does not import torch, except in `StoreBoard`.
 """
 
 import os
@@ -19,11 +20,11 @@ from realrl.runtime.supervision.failures import Failure
 from realrl.runtime.supervision.heartbeat import Heartbeat
 
 _SIZE = 4096
-"""Bytes of a heartbeat in a file: a page, so that a killed process leaves no half-written heartbeat."""
+"""Bytes of a heartbeat in a file. This is one page, so that a killed process leaves no half-written heartbeat."""
 
 
 class Board(Protocol):
-    """Heartbeats and failures of all ranks, as a watchdog reads them. Ranks `publish` their heartbeats."""
+    """The heartbeats and failures of all ranks, as a watchdog reads them. Ranks `publish` their heartbeats."""
 
     def read_heartbeats(self) -> Mapping[int, Heartbeat]:
         """Read the last heartbeat of every rank that has published one, by rank."""
@@ -32,35 +33,39 @@ class Board(Protocol):
         """Read the failures that ranks have reported."""
 
     def works(self, heartbeat: Heartbeat) -> bool:
-        """Check whether a rank's process has used a core since this heartbeat, or waits for one.
+        """Return whether a rank's process has used a core since this heartbeat, or waits for one.
 
-        Asked repeatedly about a rank whose heartbeats are missing. False if this machine cannot know.
+        A watchdog calls this repeatedly if the heartbeats of a rank are missing. False if this machine cannot find
+        out.
         """
 
 
 class FileBoard:
-    """Board of ranks on one machine: files in the launcher's scratch directory, which outlive a killed rank.
+    """The board of ranks on one machine.
 
-    A rank writes its failure itself (`report_failure`), since no board exists before it has loaded torch.
+    Its files are in the launcher's scratch directory, and outlive a killed rank.
+
+    A rank writes its failure without this board (`report_failure`), because the rank has no board before it has
+    loaded torch.
     """
 
     def __init__(self, directory: str | Path, rank: int | None = None) -> None:
-        """Open the board; without a rank, only for reading."""
+        """Open the board; without a rank, it can only be read."""
         self._directory, self._file = Path(directory), None
         self._probe = WorkProbe()
         if rank is not None:
-            # The directory does not exist any more if the launcher has already exited.
+            # The directory no longer exists if the launcher has exited already.
             with suppress(OSError):
                 name = self._directory / f"heartbeat-{rank}"
                 self._file = os.open(name, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
 
     def publish(self, heartbeat: Heartbeat) -> None:
-        """Replace this rank's heartbeat. This takes some microseconds, so it is done for every instruction."""
+        """Replace this rank's heartbeat. This takes only microseconds, so it is done for every instruction."""
         if self._file is None:
             return
         text = heartbeat.to_text().encode()
         if len(text) > _SIZE:
-            # JSON needs six characters for a letter of some alphabets.
+            # JSON needs six characters for a letter of some alphabets, so the text could be longer than a page.
             text = replace(heartbeat, instruction=None, call=None, function=None).to_text().encode()
         with suppress(OSError):
             os.pwrite(self._file, text.ljust(_SIZE), 0)
@@ -69,7 +74,7 @@ class FileBoard:
         """Read the last heartbeat of every rank that has published one, by rank."""
         found = {}
         for file in self._directory.glob("heartbeat-*"):
-            # It may be empty at first. It may also change while it is read, so it is read again.
+            # The file may be empty at first, or change while it is read, so reading is repeated.
             for _ in range(3):
                 with suppress(OSError, ValueError):
                     heartbeat = Heartbeat.parse(file.read_bytes())
@@ -82,17 +87,17 @@ class FileBoard:
         return [Failure.parse(file.read_text()) for file in self._directory.glob("failure-*.json")]
 
     def works(self, heartbeat: Heartbeat) -> bool:
-        """Check whether a rank's process has used a core since this heartbeat, or waits for one."""
+        """Return whether a rank's process has used a core since this heartbeat, or waits for one."""
         return self._probe.works(heartbeat)
 
 
 class StoreBoard:
-    """Board of ranks on several machines: the store of their rendezvous."""
+    """The board of ranks on several machines: it is in the store of their rendezvous."""
 
     def __init__(self, rank: int, world: int, token: str, timeout: float) -> None:
         """Connect to the store whose address torchrun has given.
 
-        `token`, equal on all ranks, tells this start of the run from others. A request fails after `timeout`
+        `token` identifies this start of the run, and is equal on all ranks. A request fails after `timeout`
         seconds.
         """
         import torch.distributed as dist
@@ -129,7 +134,7 @@ class StoreBoard:
         return found
 
     def report(self, failure: Failure) -> bool:
-        """Report the failure that ends the run; False if another rank has reported one before."""
+        """Report the failure that ends the run. Returns False if another rank has already reported one."""
         text = failure.to_text()
         with self._using():
             return bool(self._store.compare_set("failure", "", text).decode() == text)
@@ -143,17 +148,20 @@ class StoreBoard:
         return []
 
     def works(self, heartbeat: Heartbeat) -> bool:
-        """Check whether a rank's process uses a core; False on other machines."""
+        """Return whether a rank's process uses a core; False for processes on other machines."""
         return heartbeat.machine == self._machine and self._probe.works(heartbeat)
 
     @property
     def silent_seconds(self) -> float:
-        """Seconds for which the store has not answered."""
+        """Number of seconds for which the store has not answered."""
         return 0.0 if self._silent_since is None else time.monotonic() - self._silent_since
 
     @contextmanager
     def _using(self) -> Iterator[None]:
-        """Use the store, and note whether it answers. If it does not, the block is cut short without an error."""
+        """Use the store in the block, and record whether it answers.
+
+        If it does not, the block ends early without an error.
+        """
         with self._lock:
             asked = time.monotonic()
             try:
@@ -169,27 +177,27 @@ class WorkProbe:
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[int, int]] = {}
-        """Heartbeats of each process, and its CPU time in ticks, at the last question."""
+        """Number of heartbeats of each process, and its CPU time in ticks, at the last call of `works`."""
 
     def works(self, heartbeat: Heartbeat) -> bool:
-        """Check whether a process of this machine has used a core since its heartbeat, or waits for one.
+        """Return whether a process of this machine has used a core since its heartbeat, or waits for one.
 
-        False if the system does not tell, as on macOS.
+        False if the system does not provide this information, as on macOS.
         """
         used, runnable = 0, False
         with suppress(OSError, ValueError, IndexError):
             process = Path(f"/proc/{heartbeat.pid}")
             used = sum(map(int, _read_state(process)[11:13]))
             runnable = any(_read_state(thread)[0] == "R" for thread in (process / "task").iterdir())
-        # CPU time between the last heartbeat and the first question says nothing: the process may have been stopped
-        # after it.
+        # CPU time between the last heartbeat and the first call proves nothing, because the process may have
+        # stopped after it.
         beats, before = self._seen.get(heartbeat.pid, (heartbeat.beats, used))
         self._seen[heartbeat.pid] = heartbeat.beats, used
         return runnable or (beats == heartbeat.beats and used > before)
 
 
 def is_alive(pid: int) -> bool:
-    """Check whether a process runs. A zombie does not."""
+    """Return whether a process is running. A zombie is not running."""
     if sys.platform != "linux":
         try:
             os.kill(pid, 0)
@@ -203,5 +211,5 @@ def is_alive(pid: int) -> bool:
 
 
 def _read_state(process: Path) -> list[str]:
-    """Read the fields of /proc/PID/stat from the state on."""
+    """Read the fields of /proc/PID/stat, from the process state on."""
     return (process / "stat").read_text().rpartition(")")[2].split()

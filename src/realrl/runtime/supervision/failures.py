@@ -1,4 +1,7 @@
-"""Failures of processes: their messages, their files, and the first cause among several. No torch."""
+"""Describe failures of processes, write them to files, and find the first cause among several.
+
+Does not import torch.
+"""
 
 import errno
 import json
@@ -23,47 +26,48 @@ USER_STATUS, RUN_STATUS = 2, 1
 """Exit status after a mistake that the user can correct, and after any other failure."""
 
 CAUSE, DEATH, CONSEQUENCE = 0, 1, 2
-"""Distance of a failure from the first cause, at least.
+"""Minimum distance of a failure from the first cause.
 
-A process that died may have died because of another one. A process that blames its peers certainly has lost one.
+A process that died may have died because of another process. A process that blames its peers has certainly lost one
+of them.
 """
 
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
-"""Errors of the operating system that are never bugs."""
+"""Numbers of operating-system errors that are never bugs."""
 
 PLACE = "__realrl_place__"
-"""Attribute of an exception with the place in the run at which it was raised."""
+"""Attribute of an exception that tells where in the run it was raised."""
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-"""Path of a rank's error file, for torchrun and for our launchers alike."""
+"""Variable with the path of a rank's error file, for torchrun and realrl's launchers alike."""
 
 _GLOO = re.compile(r"(^|failed with )\[(\S*/)?gloo/\S+:\d+\] ")
-"""Start of gloo's error messages: the place in its source."""
+"""Matches the start of gloo's error messages, which is a place in gloo's source."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Failure of one process."""
+    """The failure of one process."""
 
     message: str
     status: int
-    """Exit status that the command gets because of it."""
+    """Exit status of the command because of this failure."""
     rank: int
     time: float
-    """Seconds since 1970, by a clock that processes of a machine share."""
+    """When the process failed, in seconds since 1970, by a clock that all processes of a machine share."""
     distance: int = CAUSE
     trace: str = ""
-    """Traceback to print if the message cannot say enough: of a bug, or of the user's own code."""
+    """Traceback to print if the message is not enough: for a bug, or for an error in the user's own code."""
     alone: bool = False
-    """Whether a user's mistake was found on this rank only, so that others may not know of it."""
+    """Whether a user's mistake was found only on this rank, so that other ranks may not know it."""
     final: bool = False
     """Whether a restart would fail in the same way."""
     device: bool = False
-    """Whether this rank's device may be broken: its process died or froze, or the driver reports an error."""
+    """Whether this rank's device may be broken: its process died or froze, or its driver reported an error."""
 
     def to_text(self) -> str:
         """Convert to JSON, which `parse` and torchrun read."""
-        # torchrun compares whole seconds, so a consequence must be later than its cause.
+        # torchrun compares whole seconds, so the time of a consequence must be later than that of its cause.
         return json.dumps({**asdict(self), "timestamp": str(int(self.time) + self.distance)})
 
     @classmethod
@@ -84,7 +88,7 @@ def _describe(error: Exception) -> Failure:
     name = type(error).__name__
     text = " ".join(str(error).split())
     if isinstance(error, UserError | RunError):
-        # A message that lists several mistakes has an indented line for each but the first.
+        # A message with several mistakes has an indented line for each mistake after the first.
         text = "\n  ".join(" ".join(line.split()) for line in re.split(r"\n  (?=\S)", str(error)))
         status = USER_STATUS if isinstance(error, UserError) else RUN_STATUS
         trace, alone = (error.trace, error.alone) if isinstance(error, UserCodeError) else ("", False)
@@ -95,7 +99,7 @@ def _describe(error: Exception) -> Failure:
     if isinstance(error, MemoryError) or name == "OutOfMemoryError":
         return Failure(f"{who}out of memory{place}{text and ': '}{text}", RUN_STATUS, rank, now)
     if _blames_a_peer(error):
-        # The rest of gloo's text is advice, and ends with a picture.
+        # Leave out what follows in gloo's text: advice, and a picture made of characters.
         message = f"{who}lost connection to a peer rank{place}: {name}: {text.partition('. ')[0]}"
         return Failure(message, RUN_STATUS, rank, now, distance=CONSEQUENCE)
     if refusal is not None and refusal.errno in _DISK:
@@ -108,17 +112,17 @@ def _describe(error: Exception) -> Failure:
 
 
 def _blames_a_peer(error: BaseException) -> bool:
-    """Check whether an exception of torch.distributed or gloo says that another rank cannot be reached."""
+    """Return whether an exception of torch.distributed or gloo means that another rank cannot be reached."""
     names = {kind.__name__ for kind in type(error).__mro__}
     of_torch = names & {"DistBackendError", "DistNetworkError", "DistStoreError", "_DistError"}
-    # Gloo has no exception class of its own.
+    # gloo has no exception class of its own.
     return bool(of_torch) or (type(error) is RuntimeError and _GLOO.search(str(error)) is not None)
 
 
 def describe_death(rank: int, status: int, noticed: float, place: str | None) -> Failure:
-    """Describe the failure of a rank that has reported none.
+    """Describe the failure of a rank that has not reported one.
 
-    `status`: exit status, or minus the number of the signal. `noticed`: when the launcher saw it.
+    `status`: exit status, or minus the number of the signal. `noticed`: when the launcher noticed the death.
     """
     where = "" if place is None else f" {place}"
     if status > 0:
@@ -126,18 +130,18 @@ def describe_death(rank: int, status: int, noticed: float, place: str | None) ->
         return Failure(message, status, rank, noticed, DEATH, device=True)
     reason = signal.strsignal(-status) or "unknown"
     message = f"signal {-status} ({reason}) ended the process of rank {rank}{where}"
-    # Libraries abort a process whose peers have gone.
+    # Libraries abort a process if its peers are gone.
     distance = DEATH if -status == signal.SIGABRT else CAUSE
     return Failure(message, 128 - status, rank, noticed, distance, device=True)
 
 
 def find_first_cause(failures: Iterable[Failure]) -> Failure:
-    """Find the failure that caused the others, as far as can be known."""
+    """Find the failure that most probably caused all others."""
     return min(failures, key=lambda failure: (failure.distance, failure.time, failure.rank))
 
 
 def report_failure(error: Exception) -> int:
-    """Leave the failure of this process for its launcher, and print it if the launcher does not.
+    """Write the failure of this process to a file for its launcher, and print it if no launcher will.
 
     Returns the exit status.
     """
@@ -145,7 +149,8 @@ def report_failure(error: Exception) -> int:
     _write_error_file(failure)
     if SCRATCH_VARIABLE in os.environ:
         log_error(error)
-    # All ranks of a node find the same mistakes in a user's input, but nodes may have different files.
+    # All ranks of a node find the same mistakes in a user's input, so one of them prints; nodes may have different
+    # files.
     elif (
         failure.rank == 0
         or int(os.environ.get("LOCAL_RANK", 0)) == 0
@@ -157,7 +162,10 @@ def report_failure(error: Exception) -> int:
 
 
 def report_end(message: str, *, prints: bool) -> None:
-    """Leave for torchrun why this rank ends although it has not failed itself; print that, or only log it."""
+    """Write a file for torchrun about why this rank ends although it has not failed itself.
+
+    With `prints`, the message is also printed; otherwise it is only logged.
+    """
     text, *notes = message.split("\n")
     distance = CAUSE if prints else CONSEQUENCE
     _write_error_file(Failure(text, RUN_STATUS, _rank(), time.time(), distance))
@@ -169,13 +177,13 @@ def report_end(message: str, *, prints: bool) -> None:
 
 
 def _write_error_file(failure: Failure) -> None:
-    """Write this process's error file, which its launcher reads; on a full disk, nothing."""
+    """Write this process's error file, which its launcher reads. On a full disk, nothing is written."""
     if ERROR_FILE_VARIABLE not in os.environ:
         return
     file = Path(os.environ[ERROR_FILE_VARIABLE])
     with suppress(OSError):
         if SCRATCH_VARIABLE not in os.environ:
-            # The directory of our launcher is not made again: if it is missing, the launcher has exited.
+            # Do not create the directory of realrl's launcher again: if it is missing, the launcher has exited.
             file.parent.mkdir(parents=True, exist_ok=True)
         partial_path(file).write_text(failure.to_text())
         partial_path(file).replace(file)
@@ -184,7 +192,7 @@ def _write_error_file(failure: Failure) -> None:
 def print_failure(
     failure: Failure, *, prefix: str = "", logs: Path | None = None, notes: Sequence[str] = ()
 ) -> None:
-    """Print a failure, its message last."""
+    """Print a failure, with its message at the end."""
     message = failure.message if failure.message.startswith(prefix) else prefix + failure.message
     note = "" if logs is None else f"note: the logs of all ranks are in {logs}\n"
     note += "".join(f"note: {text}\n" for text in notes)

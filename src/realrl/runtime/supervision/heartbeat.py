@@ -1,6 +1,7 @@
-"""Heartbeats: every second, each rank publishes its current work. No torch.
+"""Heartbeats: every second, each rank publishes what it is doing. Does not import torch.
 
-Watchdogs read them to find ranks that are frozen or stuck. `realrl status` reads the copy in the run directory.
+Watchdogs read heartbeats to find ranks that are frozen or stuck. `realrl status` reads the copies in the run
+directory.
 """
 
 import json
@@ -18,12 +19,12 @@ from realrl.config.files import partial_path
 INTERVAL = 1.0
 """Seconds between heartbeats."""
 RANKS = "ranks"
-"""Directory of a run with a status file per rank: its last heartbeat."""
+"""Directory in a run's directory with a status file per rank, which contains its last heartbeat."""
 _LONGEST = 1500
-"""Characters of an instruction that are kept."""
+"""Maximum characters of an instruction that are kept."""
 
 Doing = Literal["start", "load", "train", "eval", "save", "end"]
-"""Parts of a run. A rank reaches them in this order."""
+"""Parts of a run, in the order in which a rank reaches them."""
 _PLACES: Mapping[Doing, str] = {
     "start": "at the start",
     "load": "while loading",
@@ -36,74 +37,74 @@ _PLACES: Mapping[Doing, str] = {
 
 @dataclass(kw_only=True)
 class Heartbeat:
-    """What a rank does at one moment. Times are in seconds since 1970, by the clock of its host."""
+    """What a rank is doing at one moment. Times are in seconds since 1970, by the clock of its host."""
 
     rank: int
     host: str
     pid: int
     time: float
-    """When this heartbeat was made."""
+    """When this heartbeat was created."""
     started: float
     """When the process began."""
     machine: str = ""
-    """Host, and container if there is one: `pid` is a process there."""
+    """Host, and container if there is one, in which `pid` identifies the process."""
     restart: int = 0
     """How often the run had been restarted when this process began."""
     beats: int = 0
-    """Number of heartbeats so far. It stops when the process does."""
+    """Number of heartbeats so far. It stops growing when the process stops."""
     progress: int = 0
-    """Number of instructions, generated tokens, micro-batches, files and the like that are done."""
+    """Number of finished instructions, generated tokens, micro-batches, files and similar units of work."""
     cpu_seconds: float = 0.0
-    """CPU time of the process."""
+    """CPU time of the process in seconds."""
     step: int = 0
-    """Number of finished training steps of the run."""
+    """Number of finished training steps of the run, including earlier starts."""
     steps: int | None = None
     """Number of training steps that the run will have."""
     finished: int = 0
     """Number of training steps that this process has finished."""
     doing: Doing = "start"
     phase: str | None = None
-    """Phase of saving."""
+    """Phase of saving, if the rank is saving."""
     order: int = 0
-    """Position of the instruction's call in the graph."""
+    """Position of the instruction's call in the dataflow graph."""
     position: int = 0
     """Position of the instruction in the rank's program."""
     instruction: str | None = None
-    """Instruction that is being executed, as in `programs/`."""
+    """Instruction that is being executed, in the text form of `programs/`."""
     call: str | None = None
-    """Call that the instruction belongs to."""
+    """Call to which the instruction belongs."""
     since: float = 0.0
-    """When the instruction, or this part of the run, began."""
+    """When the current instruction, or the current part of the run, began."""
     function: str | None = None
-    """The user's code that runs or is waited for, FILE.py:NAME."""
+    """The user's function that is running or waited for, as FILE.py:NAME."""
     function_seconds: float = 0.0
     """Seconds since that function began."""
     checkpoint: str | None = None
-    """Last complete checkpoint, relative to the run directory."""
+    """Path of the last complete checkpoint, relative to the run directory."""
     ended: bool = False
-    """Whether the rank is exiting in an orderly way, so that nobody should miss it."""
+    """Whether the rank is exiting normally, so that watchdogs no longer expect heartbeats."""
     resident_bytes: int = 0
-    """Memory, in status files only: reading it takes longer than everything else."""
+    """Resident memory. Only status files have it, because reading it takes longer than everything else."""
     peak_resident_bytes: int = 0
     device_bytes: int = 0
-    """Memory that torch holds on the GPU; on a CPU the resident set."""
+    """GPU memory that torch has reserved; on a CPU, the resident memory."""
     device_limit_bytes: int | None = None
-    """Memory of the GPU; None on a CPU."""
+    """Total memory of the GPU; None on a CPU."""
 
     @property
     def place(self) -> str:
-        """Place in the run, as part of a message: `in step 4, run actor.train [actor] on d2 @0-1`."""
+        """The place in the run, as part of a message: `in step 4, run actor.train [actor] on d2 @0-1`."""
         where = _PLACES[self.doing].format(self.step + (self.doing == "train"))
         return f"{where}, {self.instruction}" if self.instruction else where
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """How far the rank has come, comparable between ranks."""
+        """How far the rank has come. Ranks can be compared by this key."""
         return self.step, self.order, self.position
 
     @property
     def waited(self) -> float:
-        """Seconds since the instruction, or this part of the run, began."""
+        """Seconds since the current instruction, or the current part of the run, began."""
         return self.time - self.since
 
     def to_text(self) -> str:
@@ -112,7 +113,10 @@ class Heartbeat:
 
     @classmethod
     def parse(cls, text: str | bytes) -> Self:
-        """Read a heartbeat. Unknown keys are ignored. ValueError if a value is missing or of another type."""
+        """Read a heartbeat. Unknown keys are ignored.
+
+        Raises ValueError if a value is missing or has another type.
+        """
         found = json.loads(text)
         if not isinstance(found, dict):
             raise ValueError("a heartbeat is a JSON object")
@@ -133,10 +137,10 @@ def _fits(value: object, kind: Any) -> bool:
 
 
 class Activity(Heartbeat):
-    """What this rank does now: the heartbeat that its main thread and functions' threads keep up to date.
+    """What this rank is doing: a heartbeat that its main thread and the threads of functions keep up to date.
 
-    Without a lock, since every change is an assignment. A heartbeat that is made between two of them may mix two
-    instructions; the next one is right.
+    There is no lock, because every change is an assignment. A heartbeat between two assignments may mix two
+    instructions, but the next one is right.
     """
 
     def __init__(self, rank: int = 0, restart: int = 0) -> None:
@@ -147,7 +151,7 @@ class Activity(Heartbeat):
         self.machine = f"{host} {_find_pid_namespace()}"
         self._functions: dict[str, float] = {}
         self.on_change: Callable[[], None] = lambda: None
-        """Called when an instruction or a part of the run begins."""
+        """Function that is called when an instruction or a part of the run begins."""
 
     def enter(self, doing: Doing) -> None:
         """Begin another part of the run."""
@@ -157,14 +161,17 @@ class Activity(Heartbeat):
 
     @contextmanager
     def part(self, doing: Doing) -> Iterator[None]:
-        """Be in another part of the run for a block."""
+        """Set another part of the run for the duration of the block."""
         before = self.doing
         self.enter(doing)
         yield
         self.enter(before)
 
     def begin(self, instruction: str, call: str | None, order: int, position: int) -> None:
-        """Begin the instruction at `position` of this rank's program; its call is number `order` of the graph."""
+        """Begin the instruction at `position` of this rank's program.
+
+        `order`: position of its call in the graph.
+        """
         self._set(" ".join(instruction.split())[:_LONGEST], call, order, position)
 
     def _set(self, instruction: str | None, call: str | None, order: int, position: int) -> None:
@@ -173,18 +180,18 @@ class Activity(Heartbeat):
         self.on_change()
 
     def advance(self) -> None:
-        """Report that an instruction, a token, a micro-batch, a file or the like is done."""
+        """Report that an instruction, a token, a micro-batch, a file or a similar unit of work is finished."""
         self.progress += 1
 
     def done(self, step: int) -> None:
-        """Report that this process has finished training step number `step`."""
+        """Report that this process has finished training step `step`."""
         self.step = step
         self.finished += 1
         self.progress += 1
 
     @contextmanager
     def run_function(self, reference: str) -> Iterator[None]:
-        """Report that the user's code runs in a block."""
+        """Report that the user's code runs during the block."""
         self._functions[reference] = time.time()
         try:
             yield
@@ -193,12 +200,12 @@ class Activity(Heartbeat):
             self.advance()
 
     def beat(self) -> Heartbeat:
-        """Count a heartbeat, and make it."""
+        """Create a heartbeat, and count it."""
         self.beats += 1
         return self.describe()
 
     def describe(self) -> Heartbeat:
-        """Make a heartbeat without counting it."""
+        """Create a heartbeat without counting it."""
         values = {field.name: getattr(self, field.name) for field in fields(Heartbeat)}
         functions, times, now = self._functions.copy(), os.times(), time.time()
         values |= {"time": now, "cpu_seconds": times.user + times.system}
@@ -209,7 +216,7 @@ class Activity(Heartbeat):
 
 
 def _find_pid_namespace() -> str:
-    """Identify the container whose processes this one can see by their numbers; empty if the system has none."""
+    """Return an identifier of the container in which process numbers are valid; empty if the system has none."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -217,15 +224,15 @@ def _find_pid_namespace() -> str:
 
 
 def name_status_file(run_dir: Path, rank: int) -> Path:
-    """Name the status file of a rank."""
+    """Return the path of a rank's status file."""
     return run_dir / RANKS / f"rank-{rank}.json"
 
 
 def write_status(run_dir: Path, heartbeat: Heartbeat) -> None:
-    """Write the status file of a rank; nothing if that is impossible, as on a full disk."""
+    """Write the status file of a rank. If that is impossible, as on a full disk, nothing happens."""
     file = name_status_file(run_dir, heartbeat.rank)
     with suppress(OSError):
-        # Not by `write_whole`, which would make the directory again after somebody has deleted it.
+        # `write_whole` would create the directory again after a user has deleted it.
         partial_path(file).write_text(heartbeat.to_text())
         partial_path(file).replace(file)
 

@@ -1,4 +1,4 @@
-"""Scratch directory of a launcher, and the end of its processes when it has gone in any way. No torch."""
+"""Keep a launcher's scratch directory, and end its processes when the launcher is gone. Does not import torch."""
 
 import ctypes
 import fcntl
@@ -13,20 +13,21 @@ from contextlib import suppress
 from pathlib import Path
 
 SCRATCH_VARIABLE = "REALRL_SCRATCH"
-"""Environment variable with the directory in which ranks of our launchers leave heartbeats, failures and logs."""
+"""Environment variable with the directory in which ranks of realrl's launchers write heartbeats, failures and
+logs."""
 
 _PREFIX = "realrl-ranks-"
 _LOCK = "lock"
 _PR_SET_PDEATHSIG = 1
 _MOMENT = 60.0
-"""Seconds that a new launcher has to take its lock."""
+"""Seconds that a new launcher gets to take its lock."""
 
 
 class Scratch:
-    """Scratch directory of a launcher, which is removed after it.
+    """The scratch directory of a launcher, which is removed when the launcher ends.
 
-    The launcher holds a lock in it. If the launcher is killed, its ranks remove the directory. If they are killed
-    too, the next launcher does, which finds that nobody holds the lock.
+    The launcher holds a lock in the directory. If the launcher is killed, its ranks remove the directory. If the
+    ranks are killed too, the next launcher finds that no process holds the lock, and removes the directory.
     """
 
     def __init__(self) -> None:
@@ -56,9 +57,9 @@ def _remove_old(directory: Path) -> None:
 
 
 def end_with_launcher(launcher: int) -> None:
-    """End this process when the launcher has gone, and clean up after it."""
+    """End this process when the launcher is gone, and clean up after the launcher."""
     if sys.platform == "linux":
-        # SIGCONT wakes a rank that is stopped, which then notices, too.
+        # SIGCONT also wakes a rank that is stopped, so that it notices the end of the launcher.
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
 
@@ -67,7 +68,8 @@ def end_with_launcher(launcher: int) -> None:
             time.sleep(0.5)
         scratch = os.environ.get(SCRATCH_VARIABLE)
         if scratch is not None:
-            # Before the kills, since ranks may kill each other; and after, for files that others have written.
+            # Remove files before killing, because ranks may kill each other, and again afterwards, for files
+            # written since.
             shutil.rmtree(scratch, ignore_errors=True)
             kill_ranks(Path(scratch))
             shutil.rmtree(scratch, ignore_errors=True)
@@ -86,7 +88,7 @@ def kill_ranks(scratch: Path) -> None:
 def find_ranks(scratch: Path) -> list[int]:
     """Find the other processes of a launcher.
 
-    They have its scratch directory in a variable. A process without variables works in a directory there.
+    These processes have its scratch directory in an environment variable, or work in a directory inside it.
     """
     variable = f"{SCRATCH_VARIABLE}={scratch}".encode()
     found = []

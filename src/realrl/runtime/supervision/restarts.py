@@ -1,4 +1,4 @@
-"""Decisions after a failure: whether to restart a run, and with which devices. No torch."""
+"""Decide after a failure whether to restart a run, and with which devices. Does not import torch."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,23 +8,24 @@ from realrl.runtime.supervision.failures import DEATH, Failure
 
 
 class RestartPolicy:
-    """Counts failures without progress, of the run and of each of its devices."""
+    """Counts consecutive failures without progress, of the run and of each of its devices."""
 
     def __init__(self, devices: int, settings: LaunchConfig) -> None:
         self._settings = settings
         self.devices = list(range(devices))
-        """Devices that the run uses, by their numbers at its first start."""
+        """Devices that the run uses. They have the numbers of the first start."""
         self.total = 0
         """Number of restarts so far."""
         self.in_vain = 0
-        """Number of the last restarts, in a row, that were needed without progress."""
+        """Number of consecutive restarts without progress, including the last one."""
         self._furthest = 0
         self._deaths: Counter[int] = Counter()
 
     def count(self, cause: Failure, *, step: int, finished: bool) -> bool:
-        """Count a failure; return whether to restart the run.
+        """Count a failure. Returns whether to restart the run.
 
-        `step`: training steps of the run before it. `finished`: whether this start had finished any of them.
+        `step`: number of training steps before the failure. `finished`: whether this start has finished any of
+        these steps.
         """
         progressed = finished and step > self._furthest
         self._furthest = max(self._furthest, step)
@@ -36,7 +37,7 @@ class RestartPolicy:
         if cause.final or self.in_vain >= self._settings.max_restarts:
             return False
         if cause.trace and self._furthest == 0:
-            # An exception before the first step would be raised again.
+            # An exception before the first step would only be raised again.
             return False
         self.total += 1
         self.in_vain += 1
@@ -44,11 +45,11 @@ class RestartPolicy:
 
     @property
     def broken_devices(self) -> list[int]:
-        """Devices that have failed too often in a row to be used again."""
+        """Devices that have failed too often in a row to be used any more."""
         return [device for device in self.devices if self._deaths[device] >= self._settings.tries]
 
     def shrink(self, devices: Sequence[int]) -> None:
-        """Continue with these devices only, which have failed in nothing yet."""
+        """Continue with these devices only, and forget all earlier failures."""
         self.devices = list(devices)
         self.in_vain = 0
         self._deaths.clear()

@@ -1,6 +1,6 @@
-"""Watchdog over the heartbeats of all ranks: it finds frozen ranks and stalled steps. No torch.
+"""A watchdog over the heartbeats of all ranks finds frozen ranks and stalled steps. Does not import torch.
 
-A launcher of ours runs the watchdog in its loop. Under torchrun every rank runs one in a thread (`PeerWatch`).
+realrl's launcher runs a watchdog in its loop. Under torchrun, every rank runs a watchdog in a thread (`PeerWatch`).
 """
 
 import faulthandler
@@ -18,17 +18,17 @@ from realrl.runtime.supervision.failures import RUN_STATUS, Failure
 from realrl.runtime.supervision.heartbeat import INTERVAL, Heartbeat
 
 GAP = 10.0
-"""Seconds between two checks after which the watchdog itself was not running, as on a suspended laptop."""
+"""If more seconds pass between two checks, the watchdog itself was not running, as on a suspended laptop."""
 _BUSY = 0.5
-"""CPU seconds per second above which a process computes."""
+"""A process counts as busy if it uses more CPU seconds per second."""
 _LIVELY = ("train", "eval", "save")
 """Parts of a run that should always make progress."""
 _SLOW = 4
-"""Factor on the limit in all other parts: models come from file systems and networks."""
+"""Factor on the time limit in all other parts, because models come from file systems and networks."""
 
 
 class Watchdog:
-    """Judge of the heartbeats of all ranks. It compares them by its own clock only."""
+    """Judges the heartbeats of all ranks. It measures their age by its own clock only."""
 
     def __init__(
         self,
@@ -36,12 +36,12 @@ class Watchdog:
         works: Callable[[Heartbeat], bool] = lambda heartbeat: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`works`: see `Board.works`."""
+        """For `works`, see `Board.works`."""
         self._freeze_seconds = max(limits.freeze_seconds, 2 * INTERVAL)
         self._stall_seconds = None if limits.stall_minutes is None else 60 * limits.stall_minutes
         self._works, self._clock = works, clock
         self._seen: dict[int, tuple[tuple[int, int], float]] = {}
-        """For each rank: process and number of its last heartbeat, and when that came."""
+        """For each rank: process and number of its last heartbeat, and when this heartbeat arrived."""
         self._checked = self._progressed = clock()
         self._progress: dict[int, int] = {}
         """Progress of each rank so far."""
@@ -49,11 +49,11 @@ class Watchdog:
         """CPU seconds of each rank at the last progress of any rank."""
 
     def check(self, heartbeats: Mapping[int, Heartbeat]) -> Failure | None:
-        """Check the ranks that should be alive, every few seconds; return the failure, if there is one."""
+        """Check the ranks that should be alive. Called every few seconds. Returns a failure, if there is one."""
         now = self._clock()
         late = now - self._checked
         if late > GAP:
-            # Nothing ran in the meantime, so it does not count.
+            # This process, and probably the ranks, did not run in the meantime, so the time does not count.
             self._seen = {rank: (beat, at + late) for rank, (beat, at) in self._seen.items()}
             self._progressed += late
         self._checked = now
@@ -69,9 +69,9 @@ class Watchdog:
         return self._find_frozen(heartbeats, now) or self._find_stalled(heartbeats, now)
 
     def _find_frozen(self, heartbeats: Mapping[int, Heartbeat], now: float) -> Failure | None:
-        """Find the rank whose last heartbeat is the oldest, if it is too old and the process does not work.
+        """Find the rank with the oldest heartbeat, if this heartbeat is too old and the process does not work.
 
-        A process that works without heartbeats waits for a core, or its code keeps the interpreter's lock.
+        A process may work without heartbeats if it waits for a core, or if its code keeps the interpreter's lock.
         """
         limit = self._freeze_seconds
         for rank, heartbeat in heartbeats.items():
@@ -105,7 +105,7 @@ class Watchdog:
         last = min(heartbeats.values(), key=lambda heartbeat: (*heartbeat.key, heartbeat.rank))
         busy = [heartbeat for heartbeat in heartbeats.values() if self._is_busy(heartbeat, seconds)]
         if len({heartbeat.key for heartbeat in heartbeats.values()}) == 1 and busy:
-            # All ranks are in one instruction: the ones that compute keep the others waiting.
+            # All ranks are in the same instruction, so the ranks that compute keep the others waiting.
             last = min(busy, key=lambda heartbeat: heartbeat.rank)
         others = [heartbeat.rank for heartbeat in heartbeats.values() if heartbeat.key > last.key]
         behind = f" and keeps rank {', '.join(map(str, others))} waiting" if others else ""
@@ -128,7 +128,7 @@ def _make_failure(rank: int, message: str, *, device: bool = False) -> Failure:
 
 
 def describe_others(heartbeats: Mapping[int, Heartbeat], culprit: int) -> list[str]:
-    """Describe the work of the other ranks when one failed: a text for each place, with all ranks there."""
+    """Describe what the other ranks were doing when one failed. Each text names a place and all ranks there."""
     places: dict[str, list[Heartbeat]] = {}
     for rank, heartbeat in heartbeats.items():
         if rank != culprit:
@@ -142,16 +142,19 @@ def describe_others(heartbeats: Mapping[int, Heartbeat], culprit: int) -> list[s
 
 
 class PeerWatch:
-    """Thread of a rank that watches other ranks, and ends this process when the run has failed.
+    """A thread of a rank that watches other ranks, and ends this process when the run has failed.
 
-    Rank 0 watches all ranks. Every other rank watches rank 0 and the ranks of its own machine. So each rank is
-    watched by another one, and no rank reads more than necessary.
+    Rank 0 watches all ranks. Every other rank watches rank 0 and the ranks of its own machine. Each rank is
+    therefore watched by another one, and no rank reads more than necessary.
     """
 
     def __init__(
         self, board: StoreBoard, limits: LaunchConfig, rank: int, end: Callable[[str, bool], None]
     ) -> None:
-        """`end` is called with the message and whether this rank found the failure. It must not return."""
+        """`end` is called with the message, and with whether this rank has found the failure.
+
+        `end` must not return.
+        """
         self._board, self._limits, self._rank, self._end = board, limits, rank, end
         self._stop = threading.Event()
 
@@ -168,7 +171,7 @@ class PeerWatch:
         own = heartbeats[self._rank].machine if self._rank in heartbeats else None
         siblings = [rank for rank, heartbeat in heartbeats.items() if heartbeat.machine == own]
         watched = [*heartbeats] if self._rank == 0 else sorted({0, *siblings})
-        # Only rank 0 sees all ranks, so only it can tell that none makes progress.
+        # Only rank 0 sees all ranks, so only rank 0 can find out that none of them makes progress.
         limits = self._limits if self._rank == 0 else self._limits.model_copy(update={"stall_minutes": None})
         watchdog = Watchdog(limits, self._board.works)
         while not self._stop.wait(INTERVAL):
@@ -186,10 +189,13 @@ class PeerWatch:
     def _end_run(
         self, failure: Failure, heartbeats: Mapping[int, Heartbeat], siblings: list[int], first: bool
     ) -> None:
-        """End this process because of a failure of the run, and a stuck culprit on the same machine with it."""
+        """End this process because the run has failed.
+
+        Also kill the rank that caused the failure if it is on this machine.
+        """
         culprit = heartbeats.get(failure.rank)
         if culprit is not None and failure.rank in siblings and culprit.pid != os.getpid():
-            # It may hold the interpreter's lock, or be stopped, and torchrun would wait for it.
+            # That rank may hold the interpreter's lock, or be stopped, and torchrun would wait for it.
             with suppress(ProcessLookupError):
                 os.kill(culprit.pid, signal.SIGUSR1)
                 time.sleep(0.2)

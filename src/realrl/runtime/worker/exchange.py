@@ -1,4 +1,4 @@
-"""Exchange of rows between the ranks of two calls, and of lengths."""
+"""Exchange rows and lengths between the ranks of two calls."""
 
 import json
 
@@ -13,7 +13,7 @@ from realrl.program.instructions import Receive, Report, Send, ShareLengths
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.store import Store
 
-# Tags above every exchange number of a program.
+# Tags must be above every exchange number of a program.
 _LENGTHS_TAG = 1 << 20
 _METRICS_TAG = 1 << 21
 
@@ -21,8 +21,8 @@ _METRICS_TAG = 1 << 21
 class Exchange:
     """Executes `Send`, `Receive` and `ShareLengths` on one rank.
 
-    Sender and receiver compute from lengths which rows move, so a message carries only rows. All keys that two
-    ranks exchange form one message of bytes.
+    Sender and receiver both compute from lengths which rows move, so a message contains only rows. All keys that
+    two ranks exchange form one message of bytes.
     """
 
     def __init__(self, process: Process) -> None:
@@ -30,7 +30,7 @@ class Exchange:
         self._pending: list[tuple[dist.Work, Tensor]] = []
 
     def send(self, send: Send, store: Store) -> None:
-        """Post the rows for every receiver; this rank keeps its own rows in place."""
+        """Post the rows for every receiver. Rows for this rank itself stay in place."""
         producer, consumer = store.graph.call(send.producer), store.graph.call(send.consumer)
         source = store.plan[producer.name].item_index(self._process.rank)
         for receiver in send.receivers:
@@ -85,7 +85,7 @@ class Exchange:
         store.lengths[share.key] = tuple(everything.tolist())
 
     def report(self, report: Report, metrics: dict[str, Metrics]) -> None:
-        """Send a call's metrics to the receiver, which adds them to its own."""
+        """Send a call's metrics to the receiver, which adds them to its own metrics."""
         if self._process.rank in report.senders:
             plain = metrics[report.call].to_plain()
             text = torch.frombuffer(bytearray(json.dumps(plain).encode()), dtype=torch.uint8)
@@ -101,7 +101,7 @@ class Exchange:
             metrics.setdefault(report.call, Metrics()).update(received)
 
     def finish(self) -> None:
-        """Wait until everything posted has left."""
+        """Wait until all posted messages are sent."""
         for work, _ in self._pending:
             work.wait()
         self._pending.clear()

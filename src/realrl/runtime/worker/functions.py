@@ -1,4 +1,4 @@
-"""Functions of one rank, called in threads while the rank continues with its program."""
+"""Call the functions of one rank in threads, while the rank continues with its program."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ from realrl.runtime.worker.trace import Trace
 
 @dataclass(frozen=True, eq=False)
 class Returned:
-    """Outputs of a function, with its start and end in seconds of the monotonic clock."""
+    """Outputs of a function, and its start and end in seconds of the monotonic clock."""
 
     outputs: dict[str, Ragged]
     metrics: Metrics
@@ -31,8 +31,8 @@ class Returned:
 class Functions:
     """Starts functions in the background, and waits for them.
 
-    Different functions run at the same time. Calls of one function follow each other, so it need not be
-    thread-safe.
+    Different functions run at the same time. Calls of the same function run one after the other, so a function need
+    not be thread-safe.
     """
 
     def __init__(self, trace: Trace, activity: Activity) -> None:
@@ -43,7 +43,7 @@ class Functions:
     def start(
         self, run: Run, function: str, method: FunctionMethod, inputs: FunctionInput, step: int
     ) -> None:
-        """Queue a call of `function`, a reference, in the function's thread."""
+        """Queue a call of `function`, which is a reference, in the thread of this function."""
         future = self._running[run.call] = Future[Returned]()
 
         def task() -> None:
@@ -69,11 +69,11 @@ class Functions:
 
     @property
     def running(self) -> tuple[str, ...]:
-        """Functions that were started and not collected, in the order of their start."""
+        """Functions that were started but not collected yet, in the order of their start."""
         return tuple(self._running)
 
     def collect(self, call: str) -> Returned:
-        """Wait for a `running` function. Raises the function's own error."""
+        """Wait for one of the `running` functions, and return its outputs. Raises the error of the function."""
         return self._running.pop(call).result()
 
 

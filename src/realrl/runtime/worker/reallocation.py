@@ -1,4 +1,4 @@
-"""Execution of a reallocation on one rank: copies, and packed messages of bounded size."""
+"""Execute a reallocation on one rank: copies, and packed messages of bounded size."""
 
 import hashlib
 import zlib
@@ -22,15 +22,15 @@ _DIGEST_TAG, _PAIR_TAG, CHECKSUM_TAG = 1 << 22, 1 << 23, 1 << 24
 
 
 class ReallocationError(Exception):
-    """Ranks disagree on the messages, or data arrived damaged: a bug, or a hardware fault."""
+    """Ranks disagree on the messages, or data has arrived damaged. This is a bug, or a hardware fault."""
 
 
 def agree(
     process: Process, label: str, ranks: Sequence[int], schedule: str, pairs: Mapping[int, str]
 ) -> None:
-    """Check that `schedule` is equal on all `ranks`, and that each pair agrees on its messages.
+    """Check that `schedule` is equal on all `ranks`, and that each pair of ranks agrees on its messages.
 
-    `pairs`: peer -> digest of the messages with it. All ranks call this together. Raises ReallocationError.
+    `pairs`: digest of the messages with each peer. All ranks call this together. Raises ReallocationError if not.
     """
     mine, first = _digest(schedule), ranks[0]
     everyone = torch.empty(len(ranks), len(mine), dtype=torch.uint8)
@@ -58,7 +58,8 @@ def agree(
 def swap(
     process: Process, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], tag: int
 ) -> Mapping[int, Tensor]:
-    """Exchange small CPU tensors: send `sent` by rank, fill `received`, and return it."""
+    """Exchange small CPU tensors: send those in `sent` to their ranks, fill those in `received`, and return the
+    latter."""
     works = [dist.isend(tensor, peer, group=process.control, tag=tag) for peer, tensor in sent.items()]
     for peer, tensor in received.items():
         dist.recv(tensor, peer, group=process.control, tag=tag)
@@ -74,20 +75,24 @@ def _digest(text: str) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Flight:
-    """A message in flight: its wire tensor, and the flat buffer at this end."""
+    """A message in flight: the tensor that is sent or received (`wire`), and the flat buffer on this rank
+    (`data`)."""
 
     message: PackedTransfer
     wire: Tensor
     data: Tensor
     packed: Tensor | None
-    """Buffer that contains `wire`; None if `wire` lies inside `data`."""
+    """Buffer that contains `wire`; None if `wire` is a part of `data`."""
 
 
 class Staging:
-    """Buffers of packed messages, one per message in flight. They are reused, because fresh memory is slow."""
+    """Buffers for packed messages, one per message in flight.
+
+    They are reused, because allocating new memory is slow.
+    """
 
     def __init__(self, device: torch.device, limits: MessageLimits | None = None) -> None:
-        """`limits`: sizes of messages; by default for the device."""
+        """`limits`: maximum sizes of messages; by default those for the device."""
         self.limits = limits or message_limits(cpu=device.type == "cpu")
         self._device = device
         self._free: list[Tensor] = []
@@ -100,7 +105,7 @@ class Staging:
         return self.limits.message_bytes * len(self._free)
 
     def take(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Take a buffer. Returns the part that the elements fill, and the whole buffer."""
+        """Take a buffer. Returns the part of it that the elements fill, and the whole buffer."""
         self.used += 1
         size = numel * dtype.itemsize
         if size > self.limits.message_bytes:
@@ -119,7 +124,10 @@ class Staging:
 
 
 class Reallocator:
-    """Executes one reallocation of a role's parameters on this rank; compiled once, run any number of times."""
+    """Executes one reallocation of a role's parameters on this rank.
+
+    It is compiled once, and can run many times.
+    """
 
     def __init__(
         self,
@@ -132,12 +140,12 @@ class Reallocator:
         staging: Staging | None = None,
         verify: bool = False,
     ) -> None:
-        """Compile the reallocation; all ranks of either layout do so together.
+        """Compile the reallocation. All ranks of both layouts must do this together.
 
-        `dtypes`: of source and target; the narrower type is sent. `groups`: sets of tensors, or of regions,
-        that move together; by default everything. `staging` sets the size of messages and may be shared.
-        `verify`: compare checksums of sent and received data. `label` names the reallocation in errors. Raises
-        ReallocationError if ranks disagree.
+        `dtypes`: dtypes of source and target; data is sent in the narrower one. `groups`: sets of tensors, or of
+        regions, that move together; by default, there is one group of all tensors. `staging` sets the size of
+        messages, and may be shared with other reallocators. `verify`: compare checksums of sent and received data.
+        `label` names the reallocation in errors. Raises ReallocationError if ranks disagree.
         """
         self._process, self._label, self._verify = process, label, verify
         self._staging = staging or Staging(process.device)
@@ -162,8 +170,9 @@ class Reallocator:
     def run(self, source: FlatBuffer | None, target: FlatBuffer | None, group: int = 0) -> None:
         """Move one group of tensors.
 
-        `source` holds all tensors of the source layout, `target` receives the group; None if the layout has nothing
-        on this rank. Raises ReallocationError if verification fails."""
+        `source` has all tensors of the source layout, and `target` receives the group. Either is None if its layout
+        has no tensors on this rank. Raises ReallocationError if verification fails.
+        """
         schedule = self._schedules[group]
         before, after = (None if b is None else b.data for b in (source, target))
         checksums: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
@@ -179,7 +188,7 @@ class Reallocator:
 
         stage, limits = 0, self._staging.limits
         for messages in group_messages(schedule.messages, limits):
-            # A stage may send data that arrives in the stage before.
+            # Finish a stage before the next one, which may send data that arrives in it.
             same = messages[0].stage == stage
             finish(*(limits.posted_groups - 1, limits.staged_messages) if same else (0, 0))
             stage = messages[0].stage
@@ -227,7 +236,7 @@ class Reallocator:
         return dist.batch_isend_irecv(operations), flights
 
     def _prepare(self, message: PackedTransfer, data: Tensor) -> _Flight:
-        """Prepare the wire tensor of a message: a slice of the flat buffer, or a packed buffer."""
+        """Prepare the tensor to send or receive: a slice of the flat buffer, or a packed buffer."""
         first, *more = message.spans
         fits = data.dtype == self._wire and data.device == self._process.device
         if fits and first.contiguous and not more:
@@ -271,14 +280,14 @@ class Reallocator:
 
 
 def _view(data: Tensor, span: Span, rows: int) -> Tensor:
-    """View a span of a flat buffer as a matrix, one row per run."""
+    """View a span of a flat buffer as a matrix, with one row per run."""
     if span.contiguous:
         return data[span.start : span.start + span.width].view(rows, -1)
     return data.as_strided((span.rows, span.width), (span.stride, 1), span.start)
 
 
 def _parts(wire: Tensor, spans: Sequence[Span]) -> list[tuple[Span, Tensor]]:
-    """Pair spans with their parts of a message, in the shapes of their views."""
+    """Pair each span with its part of a message, in the shape of its view."""
     parts = wire.split([span.numel for span in spans])
     return [(span, part.view(span.rows, -1)) for span, part in zip(spans, parts, strict=True)]
 

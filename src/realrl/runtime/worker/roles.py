@@ -1,4 +1,4 @@
-"""Models of a rank: each role in its home layout, and copies in other layouts while calls need them."""
+"""The models of a rank: each role in its home layout, and copies in other layouts while calls need them."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,7 +38,7 @@ from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.reallocation import Reallocator, Staging
 
 MIX_BYTES = 64 << 20
-"""Maximum bytes of parameters that are received before they are mixed, unless one tensor has more."""
+"""Maximum bytes of parameters that are received before they are mixed. A single tensor may have more."""
 
 
 class Roles:
@@ -49,8 +49,9 @@ class Roles:
     ) -> None:
         """Check everything about the roles except weights, which `load_weights` loads.
 
-        `job` knows the size of every model; `groups` are those of its placements. Raises UserError if a model whose
-        home includes this rank cannot be loaded, or if a role that follows another has other tensors.
+        `job` must know the size of every model. `groups` are the groups of its placements. Raises UserError if a
+        model whose home includes this rank cannot be loaded, or if a role that follows another role has different
+        tensors.
         """
         experiment, models = job.experiment, job.models
         self._experiment, self._process, self._groups = experiment, process, groups
@@ -70,12 +71,13 @@ class Roles:
         self._trained = trained_models(self._configs)
         self._holders = job.memory.holders
         self.learning = (*self._trained, *following)
-        """Roles whose parameters change: trained roles, and moving averages of them."""
+        """Roles whose parameters change: trained roles, and moving averages of trained roles."""
         self.before_change: Callable[[], None] = lambda: None
-        """Called before parameters or optimizer state of these roles change or leave device memory."""
+        """Function that is called before parameters or optimizer state of these roles change or leave device
+        memory."""
         changed = {role: trained_sets(role, self._parts) for role in self._trained} | following
         self._changing = {(role, name) for role, names in changed.items() for name in names}
-        """Parameter sets that change in steps."""
+        """Parameter sets that change in training steps."""
         self._models: dict[tuple[str, str], Model] = {}
         self._staging = Staging(process.device)
         self._kept_decoding: dict[str, KeptDecoding] = {}
@@ -85,11 +87,11 @@ class Roles:
             role: None if config.path is None else read_origin(config.path)
             for role, config in self._trained.items()
         }
-        """trained role -> settings of the model that it was opened from; None if it starts from scratch"""
+        """For each trained role: settings of the model that was loaded; None if it starts from scratch."""
         self.fresh = {
             role: self._check(role) for role, home in job.homes.items() if process.rank in home.ranks
         }
-        """role -> tensors that its files lack, and that are initialised instead"""
+        """For each role: tensors that its files lack, and that are therefore initialised."""
 
     def _check(self, role: str) -> list[str]:
         """List the tensors that a model's files lack. Raises UserError if the files cannot be loaded."""
@@ -119,14 +121,14 @@ class Roles:
                 self._build_home(role, home, read=role not in restored)
 
     def offload_homes(self) -> None:
-        """Offload the roles that the plan offloads, after weights have been loaded."""
+        """Offload the roles that the plan offloads. Call this after weights have been loaded."""
         for role, home in self._homes.items():
             if self._process.rank in home.ranks:
                 for memory in self._list_offloaded(role):
                     memory.offload()
 
     def _list_offloaded(self, role: str) -> Iterator[Offloadable]:
-        """List the memory of a role that the plan offloads; its home includes this rank."""
+        """Yield the memory of a role that the plan offloads. The role's home must include this rank."""
         if role in self._plan.offload:
             for held in self._models[role, self._homes[role].layout].sets.values():
                 yield held.memory
@@ -145,10 +147,10 @@ class Roles:
                 router_loss=config.router_loss,
                 max_skipped=self._experiment.training.max_skipped,
             )
-        # Pinning host memory takes seconds; weights are read meanwhile.
+        # Reserving pins host memory, which takes seconds. It continues while weights are read.
         for memory in self._list_offloaded(role):
             memory.reserve()
-        if read or self._parts[role].adapters:  # no checkpoint has the frozen weights under adapters
+        if read or self._parts[role].adapters:  # checkpoints do not contain the frozen weights under adapters
             self._read_weights(role, model)
             if role in self._trained:
                 self.trainers[role].adopt()
@@ -157,7 +159,7 @@ class Roles:
         config, tensors = self._configs[role], model.layout.specs
         regions = {local.region.tensor: local.region for local in model.layout.tensors(model.rank)}
         if self._holders.get(role, role) != role:
-            for tensor in model.sets[BASE].layout.specs:  # another role has read them
+            for tensor in model.sets[BASE].layout.specs:  # another role has already read them
                 regions.pop(tensor.name, None)
         missing = [tensor.name for tensor in tensors]
         if config.path is not None:
@@ -168,12 +170,12 @@ class Roles:
             model.initialise_magnitudes()
 
     def home_model(self, role: str) -> Model | None:
-        """Find the role's model in its home; None if the home does not include this rank."""
+        """Return the role's model in its home; None if the home does not include this rank."""
         home = self._homes[role]
         return self._models[role, home.layout] if self._process.rank in home.ranks else None
 
     def _build(self, role: str, placement: Placement, base: LocalSet | None = None) -> Model:
-        """Make a model with memory for its parameters; a `base` set is shared with another model."""
+        """Create a model with memory for its parameters. A `base` set is shared with another model."""
         rank = self._process.rank
         model = Model(
             self._layout(role, placement),
@@ -209,7 +211,7 @@ class Roles:
         return model_tensors(self.shapes[role], self._heads[role])
 
     def model(self, role: str, placement: Placement) -> Model:
-        """Find the role's model in the layout of a placement; the placement includes this rank."""
+        """Return the role's model in the layout of a placement, which must include this rank."""
         model = self._models[role, placement.layout]
         assert model.resident, f"{role} has no parameters in device memory"
         return model
@@ -235,7 +237,7 @@ class Roles:
             self._reallocators[key].run(outgoing, incoming)
 
     def _set(self, role: str, placement: Placement, name: str) -> LocalSet:
-        """Find a parameter set, which must be in device memory."""
+        """Return a parameter set, which must be in device memory."""
         held = self._models[role, placement.layout].sets[name]
         assert held.resident, f"{name_parameters(role, name)} has no parameters in device memory"
         return held
@@ -272,7 +274,7 @@ class Roles:
         )
 
     def _copy(self, role: str, placement: Placement, name: str) -> LocalSet:
-        """Make a parameter set of a model outside its home, with memory."""
+        """Create a parameter set of a model outside its home, with memory."""
         if (role, placement.layout) not in self._models:
             for held in self._build(role, placement).sets.values():
                 held.free()
@@ -291,7 +293,7 @@ class Roles:
         self._memory(instruction).offload(changed=changed)
 
     def prefetch(self, instruction: Load) -> None:
-        """Begin to load offloaded state; `load` completes it."""
+        """Begin to load offloaded state. `load` completes this."""
         self._memory(instruction).prefetch()
 
     def load(self, instruction: Load) -> None:
@@ -309,8 +311,8 @@ class Roles:
         return model.sets[instruction.parameter_set].memory
 
     def held(self) -> int:
-        """Count the bytes of device memory that parameters, gradients and optimizers take now."""
-        # A set, because models may share memory.
+        """Count the bytes of device memory that parameters, gradients and optimizers currently occupy."""
+        # Use a set, because models may share memory.
         memories = {held.memory for model in self._models.values() for held in model.sets.values()}
         trained = [trainer.memory for trainer in self.trainers.values()]
         return sum(memory.nbytes for memory in (*memories, *trained))
@@ -324,7 +326,7 @@ class Roles:
         self._kept_decoding |= {call: KeptDecoding() for call in calls}
 
     def kept_decoding(self, call: str) -> KeptDecoding | None:
-        """Find the memory that a generate call keeps between training steps, if it does."""
+        """Return the memory that a generate call keeps between training steps; None if it keeps none."""
         return self._kept_decoding.get(call)
 
     def kept_beside(self, call: str) -> int:
@@ -336,8 +338,8 @@ class Roles:
     ) -> None:
         """Write the role, or its adapters, as a Hugging Face directory. All ranks of its home call this together.
 
-        The first rank writes; parameters reach its host memory portion by portion. `stop_token_ids` are all tokens
-        that can end a sequence.
+        The first rank writes. Parameters arrive in its host memory portion by portion. `stop_token_ids` are all
+        tokens that can end a sequence.
         """
         home = self._homes[role]
         dtype = self._dtype(role, home)
@@ -391,7 +393,7 @@ class Roles:
             memory.offload(changed=False)
 
     def _gather(self, role: str, name: str, portions: Sequence[Portion]) -> Reallocator:
-        """Build the reallocator that brings a set to the first rank of its home, portion by portion."""
+        """Build the reallocator that moves a parameter set to the first rank of its home, portion by portion."""
         home = self._homes[role]
         key = (role, home.layout, name)
         if key not in self._reallocators:

@@ -1,4 +1,4 @@
-"""Items of a step on one rank: lengths of all items, rows of some."""
+"""Items of a step on one rank: the lengths of all items, and the rows of some items."""
 
 from torch import Tensor
 
@@ -10,10 +10,14 @@ from realrl.plan.plan import Plan
 
 
 class Store:
-    """Rows by key and item. The assignment of items follows from lengths, so it is the same on every rank."""
+    """Rows by key and item.
+
+    The assignment of items to ranks depends only on lengths, so every rank computes the same one.
+    """
 
     def __init__(self, graph: DataflowGraph, plan: Plan, samples: int = 1) -> None:
-        """Items i * `samples` to (i + 1) * `samples` - 1 are samples of one prompt."""
+        """`samples`: number of samples per prompt; items i * `samples` to (i + 1) * `samples` - 1 have the i-th
+        prompt."""
         self.graph = graph
         self.plan = plan
         self.samples = samples
@@ -24,7 +28,7 @@ class Store:
         self._assignments: dict[str, list[list[list[int]]]] = {}
 
     def feed(self, batch: Batch) -> None:
-        """Add the step's records: values and lengths of every item."""
+        """Add the step's records: the values and lengths of every item."""
         self.size = len(batch)
         for key, field in batch.fields.items():
             self.put(key, batch.ids, field)
@@ -35,7 +39,10 @@ class Store:
         self._rows.setdefault(key, {}).update(zip(ids, rows.rows(), strict=True))
 
     def place(self, call: Call, assignment: list[list[int]]) -> None:
-        """Set the assignment of a call that has already run: [dp] -> ids."""
+        """Set the assignment of a call that has already run.
+
+        `assignment`: for each data-parallel rank, the ids of its items.
+        """
         self._assignments[call.name] = [[sorted(ids)] for ids in assignment]
 
     def rows(self, key: str, ids: list[int]) -> Ragged:
@@ -44,17 +51,17 @@ class Store:
         return Ragged.of([held[i] for i in ids], dtype=KEY_DTYPES[self.graph.keys[key].dtype])
 
     def row_lengths(self, key: str, ids: list[int]) -> tuple[int, ...]:
-        """Find the lengths of rows of `key`, on whichever rank they are."""
+        """Return the lengths of rows of `key`, regardless of the rank that holds them."""
         length_key = self.graph.length_key(key)
         if length_key is None:
             return (1,) * len(ids)
         return tuple(self.lengths[length_key][i] for i in ids)
 
     def assignment(self, call: Call) -> list[list[list[int]]]:
-        """Assign items of `call` to ranks: [dp][mini-batch] -> ids, ascending.
+        """Assign the items of `call` to ranks. Returns ascending ids for each data-parallel rank and mini-batch.
 
-        Tokens are balanced. If each prompt has several samples, a prompt's samples stay together in generation.
-        Ranks of calls that do not train may get no items.
+        Ranks get about equal numbers of tokens. In generation, all samples of a prompt stay together. In calls that
+        do not train, some ranks may get no items.
         """
         if call.name not in self._assignments:
             everyone = list(range(self.size))
@@ -71,10 +78,10 @@ class Store:
         return self._assignments[call.name]
 
     def items(self, call: Call, dp: int) -> list[int]:
-        """List the ids of all items that a data-parallel rank of `call` works on, ascending."""
+        """List the ids of all items that a data-parallel rank of `call` processes, in ascending order."""
         return sorted(i for minibatch in self.assignment(call)[dp] for i in minibatch)
 
     def batch(self, call: Call, dp: int) -> Batch:
-        """Collect the call's inputs for a data-parallel rank."""
+        """Collect the inputs of a call for a data-parallel rank."""
         ids = self.items(call, dp)
         return Batch(tuple(ids), {key: self.rows(key, ids) for key in call.inputs})

@@ -1,4 +1,4 @@
-"""Trace of the instructions of one rank, and its files."""
+"""Record a trace of the instructions of one rank, and write it to files."""
 
 import threading
 import time
@@ -10,18 +10,19 @@ from pathlib import Path
 from realrl.program.trace_file import Event, make_event, merge_rank_traces, write_rank_trace
 
 KEPT = 20_000
-"""Number of the latest slices that are kept per rank, so that long evaluations do not fill memory."""
+"""Maximum number of slices to keep per rank; the latest are kept. Without it, long evaluations would fill the
+memory."""
 
 
 class Trace:
     """Trace events of the last steps of this rank."""
 
     def __init__(self, rank: int, steps: int = 1) -> None:
-        """Keep the last `steps` complete steps, and everything after them."""
+        """Keep the last `steps` complete steps, and everything after these steps."""
         self.rank = rank
         self._events: deque[Event] = deque(maxlen=KEPT)
         self._starts: deque[float] = deque(maxlen=steps + 1)
-        """Starts of the kept steps, in microseconds."""
+        """Start times of the kept steps, in microseconds."""
         self._lock = threading.Lock()
 
     def begin_step(self) -> None:
@@ -34,15 +35,17 @@ class Trace:
 
     @property
     def events(self) -> list[Event]:
-        """Kept slices, in the order of their ends."""
+        """The kept slices, in the order in which they ended."""
         with self._lock:
             return list(self._events)
 
     @contextmanager
     def slice(self, name: str, *, host: bool = False, **details: object) -> Iterator[dict[str, object]]:
-        """Record the block as one slice; the block may add to the slice's details.
+        """Record the block as one slice. The block may add details to the slice.
 
-        `host`: a function, which runs beside other slices. Thread-safe."""
+        `host`: whether the slice is a function, which may run at the same time as other slices. This method is
+        thread-safe.
+        """
         start = time.time_ns()
         try:
             yield details
@@ -59,7 +62,7 @@ class Trace:
 _WRITE_EVERY = 2.0
 """Minimum seconds between two writes during a run."""
 _REST = 100
-"""Writes are at least so many times their own duration apart, so they cost at most 1 % of a run."""
+"""Minimum time between two writes, as a multiple of the time of one. Writes thus cost at most 1 % of a run."""
 
 
 class TraceFiles:
@@ -70,7 +73,7 @@ class TraceFiles:
         self._next = 0.0
 
     def refresh(self) -> None:
-        """Write the last steps of this rank, unless the last write is recent."""
+        """Write the last steps of this rank, unless the previous write is recent."""
         if time.monotonic() >= self._next:
             self.write()
 
@@ -83,6 +86,6 @@ class TraceFiles:
         self._next = end + max(_WRITE_EVERY, _REST * (end - start))
 
     def merge(self) -> None:
-        """Write `trace.json` from the files of all ranks, on one rank."""
+        """Write `trace.json` from the files of all ranks. Called on one rank."""
         with suppress(OSError):
             merge_rank_traces(self._run_dir)

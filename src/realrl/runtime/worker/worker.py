@@ -55,18 +55,18 @@ from realrl.runtime.worker.trace import Trace
 class StepInput:
     """Inputs of a step: records, sampling seed, and learning rates by role.
 
-    `evaluation`: the step trains nothing.
+    `evaluation`: whether the step only evaluates.
     """
 
     records: Batch
     sampling_seed: SamplingSeed
     rates: Mapping[str, float]
     further: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Extra columns of the records, on ranks that call functions: name -> a value per item."""
+    """Extra columns of the records by name, with a value per item. Only ranks that call functions have them."""
     origins: Sequence[str] = ()
-    """Origin of each item's record, FILE:LINE."""
+    """Origin of each item's record, as FILE:LINE."""
     samples: int = 1
-    """Number of samples of each prompt."""
+    """Number of samples for each prompt."""
     evaluation: bool = False
 
 
@@ -78,18 +78,18 @@ class _Step:
     input: StepInput
     timer: StepTimer | None
     metrics: dict[str, Metrics]
-    """By call."""
+    """Metrics by call."""
     advance: Callable[[], None]
-    """Reports progress to the watchdog."""
+    """Function that reports progress to the watchdog."""
 
     def after_pass(self) -> None:
-        """Note a decode step, or a micro-batch's pass through the model in one direction."""
+        """Record that a decode step, or a micro-batch's forward or backward pass, has finished."""
         self.advance()
         if self.timer is not None:
             self.timer.fold_allocations()
 
     def worked(self, read_work: Callable[[], WorkDone]) -> None:
-        """Note the work of a call."""
+        """Register the work of a call."""
         if self.timer is not None:
             self.timer.worked(read_work)
 
@@ -107,7 +107,10 @@ class Worker:
         tokenizer: Any = None,
         early_loads: Sequence[tuple[Program, EarlyLoads]] = (),
     ) -> None:
-        """`stop_token_ids` end generation; `tokenizer` is for functions; `early_loads` is by program."""
+        """`stop_token_ids` end generation. `tokenizer` is for functions.
+
+        `early_loads`: loads that begin early, by program.
+        """
         self._process, self._roles, self._algorithm = process, roles, algorithm
         self._stop_token_ids, self._trace, self._tokenizer = stop_token_ids, trace, tokenizer
         self._exchange = Exchange(process)
@@ -137,10 +140,11 @@ class Worker:
     def run(
         self, program: Program, store: Store, step: StepInput, timer: StepTimer | None = None
     ) -> dict[str, Metrics]:
-        """Execute one step into an empty `store`, measured by `timer`.
+        """Execute one step, and put its results into the empty `store`. `timer` measures the step.
 
-        Returns metrics by call: all calls on the rank that writes, elsewhere this rank's calls. Raises the
-        error of a function when its outputs or metrics are needed, or at the end of the step.
+        Returns metrics by call: those of all calls on the rank that writes, and those of this rank's calls
+        elsewhere. If a function has failed, its error is raised when its outputs or metrics are needed, or at the
+        end of the step.
         """
         now = _Step(store, step, timer, {}, self._activity.advance)
         handlers: dict[type[Instruction], Callable[..., None]] = {
@@ -196,7 +200,7 @@ class Worker:
         )
 
     def _find_stop(self, now: _Step) -> StopStrings | None:
-        """Find the stop strings of a step's answers; all of its calls have the same ones."""
+        """Return the stop strings of a step's answers, which are the same for all of its calls."""
         for call in now.store.graph.calls:
             if call.kind is Kind.GENERATE:
                 method = cast(GenerateMethod, self._algorithm.method(call.name))
@@ -204,7 +208,8 @@ class Worker:
         return None
 
     def _needed(self, instruction: Instruction) -> str | None:
-        """Find the function running here whose outputs or metrics an instruction needs, if any."""
+        """Return the function that is running on this rank and whose outputs or metrics an instruction needs; None
+        without one."""
         match instruction:
             case Send(producer=call) | ShareLengths(call=call):
                 return call if call in self._functions.running else None
@@ -213,7 +218,7 @@ class Worker:
         return None
 
     def _collect(self, function: str, now: _Step) -> float:
-        """Wait for a function and store its outputs. Returns the seconds of waiting."""
+        """Wait for a function, and store its outputs. Returns how many seconds it has waited."""
         before = time.monotonic()
         returned = self._functions.collect(function)
         after = time.monotonic()
@@ -221,7 +226,7 @@ class Worker:
         ids = store.items(call, store.plan[function].item_index(self._process.rank))
         for key in call.outputs:
             store.put(key, ids, returned.outputs[key])
-        # Metrics of other ranks may have arrived earlier.
+        # Metrics of other ranks may have arrived already.
         now.metrics.setdefault(function, Metrics()).update(returned.metrics)
         if now.timer is not None:
             now.timer.function(function, returned.start, returned.end, waited=(before, after))
@@ -235,7 +240,7 @@ class Worker:
         try:
             self._run(run, now)
         except DifferentMetricsError as error:
-            # Ranks of other calls do not see this error.
+            # Only ranks of this call see the error.
             raise UserCodeError(f"{run.call}: {error}", alone=True) from None
         except UnscoredError:
             graph, step = now.store.graph, now.input.sampling_seed.step + 1
@@ -322,7 +327,7 @@ class Worker:
 
 
 def _call_of(instruction: Instruction) -> str | None:
-    """Name the call of an instruction, if it has one."""
+    """Return the name of an instruction's call; None if it has none."""
     match instruction:
         case Run(call=call) | ShareLengths(call=call) | Report(call=call) | Send(producer=call):
             return call
@@ -332,7 +337,7 @@ def _call_of(instruction: Instruction) -> str | None:
 
 
 def _describe_logits(error: NotFiniteLogitsError, step: StepInput) -> str:
-    """Describe logits that are not finite; in an evaluation, with the record of the prompt."""
+    """Describe an error about logits that are not finite. In an evaluation, name the record of the prompt."""
     if not (step.evaluation and step.origins):
         return str(error)
     return error.describe(step.origins[error.item - step.sampling_seed.first_sequence])

@@ -1,4 +1,4 @@
-"""Changes of a recipe, plan file or cluster that may make a plan fit. No torch."""
+"""List changes of a recipe, plan file or cluster that may make a plan fit. Does not import torch."""
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +21,7 @@ from realrl.runtime.prepare.scenarios import Measured, make_scenario
 
 @dataclass(frozen=True)
 class Draft:
-    """Run settings that may be changed: recipe, plan file, devices."""
+    """The parts of a run that changes apply to: recipe, plan file, and devices."""
 
     experiment: Experiment
     spec: ClusterSpec
@@ -31,7 +31,7 @@ class Draft:
     measured: Measured = field(default_factory=Measured)
 
     def scenario(self) -> Scenario:
-        """Describe the training step; UserError if the shape of a model cannot be found."""
+        """Describe the training step for the planner. Raises UserError if the shape of a model cannot be found."""
         return make_scenario(self.experiment, self.spec, self.measured)
 
 
@@ -43,7 +43,7 @@ class Change:
     """
 
     text: str
-    """What to write, for example `data.batch=32`, or the devices to use."""
+    """The change in words, for example `data.batch=32`, or the devices to use."""
     apply: Callable[[Draft], Draft]
     preposition: str = "with"
 
@@ -51,8 +51,8 @@ class Change:
 Attempts = Generator[Change, bool, None]
 """Generator of changes of one kind, the mildest first.
 
-The answer to each change is whether everything fits. The generator may then try a milder change; the last one that
-fits counts.
+For each change, the caller sends whether everything fits with it. The generator may then yield a milder change. The
+last change that fits is the result.
 """
 
 
@@ -64,7 +64,7 @@ def in_order(changes: Iterable[Change]) -> Attempts:
 
 
 def set_fields(*overrides: str) -> Change:
-    """Change fields of the recipe, each as `key=value`."""
+    """Return a change of fields of the recipe, each written as `key=value`."""
 
     def apply(draft: Draft) -> Draft:
         document = apply_overrides(draft.experiment.model_dump(mode="json"), overrides)
@@ -74,12 +74,12 @@ def set_fields(*overrides: str) -> Change:
 
 
 def is_wide(config: ModelConfig) -> bool:
-    """Tell whether a model takes less memory in bfloat16."""
+    """Return whether a model would take less memory in bfloat16."""
     return config.dtype != "bfloat16" and config.quantised is None
 
 
 def list_halves(number: int, least: int) -> list[int]:
-    """List half of a number, a quarter, and so on down to `least`."""
+    """List one half of a number, one quarter, and so on, down to `least`."""
     found = []
     while number // 2 >= least:
         number //= 2
@@ -89,7 +89,7 @@ def list_halves(number: int, least: int) -> list[int]:
 
 _MOST_DEVICES = 1024
 _SHORTEST = 64
-"""Smallest suggested length in tokens."""
+"""Minimum length in tokens that is suggested."""
 _MOST_HALVINGS = 3
 """Maximum number of halvings of the batch."""
 
@@ -97,7 +97,7 @@ _MOST_HALVINGS = 3
 def list_search_changes(draft: Draft) -> Iterator[Attempts]:
     """List changes with which some plan may fit, the cheapest first.
 
-    Settings come first, then devices, then changes that alter the results.
+    Changes of settings come first, then other devices, then changes that alter the results.
     """
     yield in_order(_narrower_types(draft.experiment))
     yield _more_nodes(draft.spec)
@@ -108,14 +108,14 @@ def list_search_changes(draft: Draft) -> Iterator[Attempts]:
 
 
 def list_smaller_batches(experiment: Experiment) -> list[Change]:
-    """List smaller batches. They change the results."""
+    """List changes to smaller batches, which alter the results."""
     return [set_fields(f"data.batch={n}") for n in list_halves(experiment.data.batch, 1)]
 
 
 def _narrower_types(experiment: Experiment) -> Iterator[Change]:
-    """Yield the storage of frozen roles, then of all roles, in bfloat16."""
+    """Yield the change to bfloat16 for frozen roles, then for all roles."""
     graph = experiment.graph
-    # A moving average needs the precision of float32.
+    # Leave out moving averages, which need the precision of float32.
     averages = {average.role for average in graph.averages}
     wide = [role for role, config in experiment.model_configs.items() if is_wide(config)]
     wide = [role for role in wide if role not in averages]
@@ -126,7 +126,7 @@ def _narrower_types(experiment: Experiment) -> Iterator[Change]:
 
 
 def _quantised(experiment: Experiment) -> Iterator[Change]:
-    """Yield int8 storage for the matrices of all frozen roles."""
+    """Yield the change to int8 storage for the matrices of all frozen roles."""
     graph = experiment.graph
     changing = {average.role for average in graph.averages}
     changing |= {role for role in graph.roles if graph.trained(role)}
@@ -138,7 +138,7 @@ def _quantised(experiment: Experiment) -> Iterator[Change]:
 
 
 def _more_nodes(spec: ClusterSpec) -> Attempts:
-    """Find the fewest nodes of the same kind: double until a plan fits, then bisect."""
+    """Find the smallest number of nodes of the same kind: double it until a plan fits, then bisect."""
     if len(spec.groups) > 1:
         return
     nodes, most = spec.nodes, _MOST_DEVICES // spec.groups[0].devices_per_node
@@ -155,7 +155,8 @@ def _more_nodes(spec: ClusterSpec) -> Attempts:
 
 
 def _larger_devices(spec: ClusterSpec) -> Iterator[Change]:
-    """Yield larger built-in kinds of devices: least memory first; at about equal memory, the slowest first."""
+    """Yield built-in kinds of devices with more memory: the least memory first and, if it is about equal, the
+    slowest first."""
     group, *others = spec.groups
     if group.device.cpu or others:
         return
@@ -166,7 +167,10 @@ def _larger_devices(spec: ClusterSpec) -> Iterator[Change]:
 
 
 def _shorter_sequences(draft: Draft) -> Iterator[Change]:
-    """Shorten prompts or answers, whichever are longer; without generation, sequences."""
+    """Yield changes that shorten prompts or answers, whichever are longer.
+
+    Without generation, they shorten sequences.
+    """
     experiment, workload = draft.experiment, draft.scenario().workload
     if not any(call.kind is Kind.GENERATE for call in experiment.graph.calls):
         for longest in _shorter(max(workload.prompts)):
@@ -184,12 +188,12 @@ def _shorter_sequences(draft: Draft) -> Iterator[Change]:
 
 
 def _shorter(tokens: int) -> Sequence[int]:
-    """List half of a length, a quarter, and so on, down to a useful minimum."""
+    """List one half of a length, one quarter, and so on, down to a useful minimum."""
     return list_halves(tokens, _SHORTEST // 2 + 1)
 
 
 def _shorter_prompts(longest: int, *overrides: str) -> Change:
-    """Shorten prompts, or whole sequences, in the recipe and in the measured lengths."""
+    """Return a change that shortens prompts, or whole sequences, in the recipe and in the measured lengths."""
     change = set_fields(*overrides)
 
     def apply(draft: Draft) -> Draft:
@@ -202,7 +206,7 @@ def _shorter_prompts(longest: int, *overrides: str) -> Change:
 
 
 def _on(text: str, spec: ClusterSpec) -> Change:
-    """Change the devices."""
+    """Return a change of the devices."""
     return Change(text, lambda draft: replace(draft, spec=spec), preposition="on")
 
 
@@ -215,8 +219,8 @@ def list_plan_changes(
 ) -> Iterator[Degrees]:
     """List changes that may reduce the `peak` of a device during a call of `graph`.
 
-    Changes with the lowest cost in time come first; changes that alter the results come last. `offload`: the host
-    has its own memory.
+    Changes that cost the least time come first. Changes that alter the results come last. `offload`: whether hosts
+    have memory of their own, so that offloading helps.
     """
     longest = draft.experiment.data.max_tokens
     if draft.plan is None:
@@ -274,7 +278,7 @@ def _file_changes(
 
 
 def _strategy(text: str, calls: Sequence[str], **fields: object) -> Change:
-    """Change the strategies of calls in the plan file."""
+    """Return a change of the strategies of calls in the plan file."""
 
     def apply(draft: Draft) -> Draft:
         assert draft.plan is not None, "only plan files are changed call by call"
@@ -288,7 +292,7 @@ def _strategy(text: str, calls: Sequence[str], **fields: object) -> Change:
 
 
 def _listed(key: str, role: str) -> Change:
-    """Add a role to a list in the plan file."""
+    """Return a change that adds a role to a list in the plan file."""
 
     def apply(draft: Draft) -> Draft:
         assert draft.plan is not None, "only plan files have such lists"
@@ -299,7 +303,7 @@ def _listed(key: str, role: str) -> Change:
 
 
 def _unlisted(key: str, role: str) -> Change:
-    """Remove a role from a list in the plan file."""
+    """Return a change that removes a role from a list in the plan file."""
 
     def apply(draft: Draft) -> Draft:
         assert draft.plan is not None, "only plan files have such lists"
@@ -310,7 +314,10 @@ def _unlisted(key: str, role: str) -> Change:
 
 
 def _more_parts(place: Placement, most: int) -> list[Strategy]:
-    """Divide the model into more parts on the same mesh, as few as possible first, `most` of tensor parallelism."""
+    """List strategies that divide the model into more parts on the same mesh, the fewest parts first.
+
+    `most`: maximum tensor parallelism.
+    """
     old, size = place.strategy, place.mesh.size
     allowed = {
         "tp": [old.tp << doublings for doublings in range((most // old.tp).bit_length())],

@@ -1,4 +1,7 @@
-"""Check that a plan fits into memory; if not, an error message with a change that helps. No torch."""
+"""Check that a plan fits into memory. If not, the error message names a change that helps.
+
+Does not import torch.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -36,12 +39,12 @@ class PeakDevice:
 
     @property
     def shortfall(self) -> int:
-        """Missing bytes; negative if there is room."""
+        """Bytes that are missing; negative if there is room."""
         return self.device.peak.bytes - self.device.capacity
 
 
 def compute_device_memory(job: Job, spec: ClusterSpec) -> dict[str, tuple[DeviceMemory, ...]]:
-    """Compute the memory of every device through each kind of step, by the names of `Job.phases`.
+    """Compute the memory of every device in each kind of step. Keys are the names in `Job.phases`.
 
     Raises UserError if a call has fewer records than data-parallel ranks.
     """
@@ -55,23 +58,23 @@ def compute_device_memory(job: Job, spec: ClusterSpec) -> dict[str, tuple[Device
 
 
 def find_short_host(job: Job, spec: ClusterSpec) -> NodeMemory | None:
-    """Find the host with the largest shortage for offloaded state; None if all hosts suffice."""
+    """Find the host that lacks most memory for offloaded state; None if all hosts have enough."""
     scenario = next(iter(phase_scenarios(job, spec).values()))
     return find_full_host(compute_host_memory(scenario, job.memory))
 
 
 def find_peak_device(job: Job, spec: ClusterSpec) -> PeakDevice:
-    """Find the device with the least spare memory, in any kind of step."""
+    """Find the device with the least free memory in any kind of step."""
     found = compute_device_memory(job, spec)
     devices = (PeakDevice(phase, device) for phase, devices in found.items() for device in devices)
     return max(devices, key=lambda one: one.shortfall)
 
 
 _NAMED = 3
-"""Number of memory parts in the message."""
+"""Number of memory parts that the message names."""
 _SECONDS, _EFFORT = 5.0, 400_000
-"""Seconds for single changes, and again for combined ones: with a thousand devices, one assessment takes seconds.
-The effort is that of a search for any plan that fits."""
+"""Maximum seconds to try single changes, and again to try combinations: with a thousand devices, assessing one
+change takes seconds. The effort is for a search for any plan that fits."""
 
 
 def check_fit(job: Job, here: Here | None = None) -> None:
@@ -98,7 +101,7 @@ def check_fit(job: Job, here: Here | None = None) -> None:
 
 
 def _shortage(experiment: Experiment, spec: ClusterSpec, worst: PeakDevice) -> str:
-    """Describe the device without enough memory, the call, and the largest parts."""
+    """Describe the device that lacks memory, the call in which it does, and the largest parts of memory."""
     device, peak = worst.device, worst.device.peak
     biggest = sorted(peak.parts, key=lambda name: -peak.parts[name])
     parts = ", ".join(f"{name} {format_bytes(peak.parts[name])}" for name in biggest[:_NAMED])
@@ -111,7 +114,7 @@ def _shortage(experiment: Experiment, spec: ClusterSpec, worst: PeakDevice) -> s
 
 
 def _source(experiment: Experiment, spec: ClusterSpec) -> str:
-    """Describe the source of a device's memory, if the user can change it."""
+    """Describe where the size of a device's memory comes from, if the user can change it."""
     if not host_is_device(experiment, spec):
         return ""
     return (
@@ -121,7 +124,7 @@ def _source(experiment: Experiment, spec: ClusterSpec) -> str:
 
 @dataclass(frozen=True)
 class _Peak(Outcome):
-    """Outcome of a draft that has a plan."""
+    """Result of assessing a draft that has a plan."""
 
     worst: PeakDevice
     job: Job
@@ -133,13 +136,16 @@ def _outcome(worst: PeakDevice, job: Job) -> _Peak:
 
 
 def _assess(draft: Draft, seconds: float = 0.0) -> _Peak:
-    """Assess a draft with a plan or a preset; the time limit is ignored."""
+    """Assess a draft with a plan or a preset. The time limit is ignored."""
     job = make_job(draft.experiment, draft.spec.cluster, draft.plan)
     return _outcome(find_peak_device(job, draft.spec), job)
 
 
 def _find_help(draft: Draft, outcome: _Peak, *, searchable: bool) -> str:
-    """Describe the cheapest change that makes everything fit, or several changes together, or general advice."""
+    """Describe the cheapest change that makes everything fit.
+
+    If none does, describe a combination, or give general advice.
+    """
     single = Trials(_assess, _SECONDS).find_remedies(draft, _sources(draft, outcome), most=1)
     if single:
         return describe_remedies(single)
@@ -156,7 +162,7 @@ def _find_help(draft: Draft, outcome: _Peak, *, searchable: bool) -> str:
 
 
 def _sources(draft: Draft, outcome: _Peak) -> Iterator[Attempts]:
-    """List changes that affect only the step time, the cheapest first, and the type of frozen roles."""
+    """List changes that affect only the step time, the cheapest first, and changes to the dtype of frozen roles."""
     offload = not host_is_device(draft.experiment, draft.spec)
     worst, phases = outcome.worst, outcome.job.phases
     for changes in list_plan_changes(draft, phases[worst.phase].graph, worst.device.peak, offload=offload):
@@ -164,13 +170,16 @@ def _sources(draft: Draft, outcome: _Peak) -> Iterator[Attempts]:
 
 
 def _all_sources(draft: Draft, outcome: _Peak) -> Iterable[Attempts]:
-    """List all changes; changes that alter the results come last."""
+    """List all changes. Changes that alter the results come last."""
     yield from _sources(draft, outcome)
     yield in_order(list_smaller_batches(draft.experiment))
 
 
 def _search(draft: Draft) -> str:
-    """Describe the plan that a search finds, or why there is none; empty if that plan does not fit either."""
+    """Describe the plan that a search finds, or why there is none.
+
+    Empty if the plan that was found does not fit either.
+    """
     change = set_fields(f"plan={SEARCH}")
     constraints = replace(read_constraints(draft.experiment, draft.spec), own={})
     try:

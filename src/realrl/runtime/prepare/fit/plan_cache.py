@@ -1,4 +1,4 @@
-"""Cache of the plans of `plan: search`, by a fingerprint of everything a search depends on. No torch."""
+"""Cache plans of `plan: search` by a fingerprint of everything that a search depends on. Does not import torch."""
 
 import hashlib
 import inspect
@@ -56,8 +56,8 @@ def cached_plan(experiment: Experiment, spec: ClusterSpec, say: Callable[[str], 
 
 
 def search_for_plan(experiment: Experiment, cluster: Cluster, here: Here, say: Callable[[str], None]) -> Plan:
-    """Find the plan of a recipe with `plan: search`, as `cached_plan` does, after its functions have been tried."""
-    # The functions import torch. A search may take minutes, so a broken function is reported before it.
+    """Find the plan of a recipe with `plan: search` like `cached_plan`, but try the recipe's functions first."""
+    # This import needs torch. A search may take minutes, so broken functions are reported before it.
     from realrl.runtime.prepare.inputs import check_functions
 
     check_functions(experiment)
@@ -65,7 +65,7 @@ def search_for_plan(experiment: Experiment, cluster: Cluster, here: Here, say: C
 
 
 def plans_directory() -> Path:
-    """Find the directory of cached plans."""
+    """Return the directory of cached plans."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "realrl" / "plans"
 
@@ -77,7 +77,7 @@ def make_plan_key(scenario: Scenario, constraints: UserConstraints) -> str:
 
 
 def _read(file: Path, scenario: Scenario) -> tuple[Plan, str] | None:
-    """Read a cached plan and its description; None without a usable plan."""
+    """Read a cached plan and its description; None if there is no usable plan."""
     try:
         first = file.read_text(encoding="utf-8").partition("\n")[0]
         plan = Plan.load(file, scenario.graph)
@@ -92,7 +92,7 @@ _HEADER = "# realrl plan: "
 
 
 def _write(file: Path, found: SearchedPlan, scenario: Scenario) -> str:
-    """Cache a plan atomically. Returns a description of its place."""
+    """Write a plan to the cache atomically. Returns a description of where it is."""
     calls = ", ".join(call.name for call in scenario.graph.calls)
     made = datetime.now(UTC).date().isoformat()
     text = (
@@ -108,10 +108,13 @@ def _write(file: Path, found: SearchedPlan, scenario: Scenario) -> str:
 
 
 def make_fingerprint(value: object) -> str:
-    """Describe a value by its parts, equally in every process: values are equal if and only if their texts are.
+    """Describe a value by its parts, as the same text in every process.
 
-    Parts are the fields of a dataclass or pydantic model, or the elements of a collection. Any other class is
-    described by its constructor's parameters, which must be attributes. Raises TypeError if one is missing.
+    Values are equal if and only if their texts are.
+
+    Parts are the fields of a dataclass or pydantic model, or the elements of a collection. A value of any other
+    class is described by its attributes with the names of the constructor's parameters. Raises TypeError if one is
+    missing.
     """
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return repr(value)
@@ -147,9 +150,9 @@ def _name_type(value: object) -> str:
 
 
 EXTENSIONS = (algorithms.GROUP, families.GROUP)
-"""Groups of entry points with which other packages extend this one."""
+"""Groups of entry points through which other packages extend this one."""
 _PACKAGES = {"site-packages", "dist-packages"}
-"""Names of directories with installed packages."""
+"""Names of directories that contain installed packages."""
 
 
 def read_sources() -> Iterator[str]:
@@ -166,9 +169,11 @@ def read_sources() -> Iterator[str]:
 
 
 def _user_files(package: Path) -> list[Path]:
-    """List the files of other loaded modules that may affect plans: algorithms, families, and their imports.
+    """List the files of other loaded modules that may affect plans: algorithms, families, and the modules that they
+    import.
 
-    An installed module counts only if it uses this package."""
+    An installed module counts only if it uses this package.
+    """
     found = set()
     for module in list(sys.modules.values()):
         source = getattr(module, "__file__", None)
@@ -183,14 +188,14 @@ def _user_files(package: Path) -> list[Path]:
 
 
 def _is_installed(source: str) -> bool:
-    """Check whether a source file belongs to Python or an installed package, in any environment on the path."""
+    """Return whether a source file belongs to Python or to an installed package, in any environment on the path."""
     prefixes = tuple(str(Path(prefix)) + os.sep for prefix in (sys.prefix, sys.base_prefix))
     return source.startswith(prefixes) or not _PACKAGES.isdisjoint(Path(source).parts)
 
 
 def _extends(module: ModuleType) -> bool:
-    """Check whether a module uses a class or function of this package."""
-    # `isinstance` would call into lazy objects, which may warn or load something.
+    """Return whether a module uses a class or function of this package."""
+    # Do not use `isinstance`: it would call into lazy objects, which may warn or load something.
     definitions = [
         value for value in list(vars(module).values()) if issubclass(type(value), (type, FunctionType))
     ]

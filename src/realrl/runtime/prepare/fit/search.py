@@ -1,4 +1,4 @@
-"""Search for the plan of a recipe; if none fits, changes are tried one after the other. No torch."""
+"""Search for the plan of a recipe. If none fits, try changes one after the other. Does not import torch."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,17 +17,17 @@ from realrl.planner.simulate.scenario import Scenario
 from realrl.runtime.prepare.fit.changes import Attempts, Change, Draft, list_search_changes
 
 _SHARE = 0.6
-"""Share of the remaining time that one source of changes may use."""
+"""Share of the remaining time that one kind of changes may use."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Assessment of a draft."""
+    """Result of assessing a draft."""
 
     shortfall: float
-    """Bytes that the peak device lacks; 0 or less if everything fits."""
+    """Bytes that the peak device lacks; at most 0 if everything fits."""
     figures: str
-    """Memory or seconds, for example `needs 72 GiB`."""
+    """Needed memory, or seconds, in words, for example `needs 72 GiB`."""
 
     @property
     def fits(self) -> bool:
@@ -40,13 +40,13 @@ Result = TypeVar("Result", bound=Outcome)
 
 @dataclass(frozen=True)
 class Remedy(Generic[Result]):
-    """Changes with which everything fits."""
+    """Changes that make everything fit, and the result."""
 
     changes: tuple[Change, ...]
     outcome: Result
 
     def __str__(self) -> str:
-        """Format it, for example `with recompute=true (needs 72 GiB)`."""
+        """Format the changes, for example `with recompute=true (needs 72 GiB)`."""
         texts = " and ".join(change.text for change in self.changes)
         return f"{self.changes[0].preposition} {texts} ({self.outcome.figures})"
 
@@ -57,15 +57,18 @@ def describe_remedies(remedies: Sequence[Remedy[Result]]) -> str:
 
 
 class Trials(Generic[Result]):
-    """Trials of changes within a time limit."""
+    """Tries changes within a time limit."""
 
     def __init__(self, assess: Callable[[Draft, float], Result], seconds: float) -> None:
-        """`assess` takes about the given number of seconds; it raises UserError for an impossible draft."""
+        """`assess` takes a draft and about the given number of seconds.
+
+        It raises UserError for an impossible draft.
+        """
         self._assess = assess
         self._end = time.monotonic() + seconds
 
     def find_remedies(self, draft: Draft, sources: Iterable[Attempts], most: int) -> list[Remedy[Result]]:
-        """Find one remedy per source, up to `most` remedies."""
+        """Find one remedy for each kind of changes, `most` remedies at most."""
         found: list[Remedy[Result]] = []
         for source in sources:
             if len(found) == most:
@@ -78,9 +81,10 @@ class Trials(Generic[Result]):
     def find_combination(
         self, draft: Draft, result: Result, sources: Callable[[Draft, Result], Iterable[Attempts]]
     ) -> Remedy[Result] | None:
-        """Find changes that help only together: apply the best change of each source until everything fits.
+        """Find a combination of changes: apply the best change again and again, until everything fits.
 
-        `result` is the draft's own; `sources` lists changes for a draft and its result.
+        `result` is the result for the draft itself. `sources` lists the kinds of changes for a draft and its
+        result.
         """
         chosen: list[Change] = []
         while not result.fits:
@@ -95,7 +99,10 @@ class Trials(Generic[Result]):
         return Remedy(tuple(chosen), result)
 
     def _best(self, source: Attempts, draft: Draft, result: Result) -> tuple[Change | None, Result]:
-        """Find the change of a source with the smallest shortfall, if any helps, and its outcome."""
+        """Return the change of one kind with the smallest shortfall, and its result.
+
+        The change is None if none helps.
+        """
         best: Change | None = None
         for change, after in self._tried(source, draft, self._end):
             if after.shortfall < result.shortfall:
@@ -103,7 +110,7 @@ class Trials(Generic[Result]):
         return best, result
 
     def _tried(self, source: Attempts, draft: Draft, deadline: float) -> Iterator[tuple[Change, Result]]:
-        """Yield the possible changes of a source, each with its outcome, until the deadline."""
+        """Yield the possible changes of one kind with their results, until the deadline."""
         change = next(source, None)
         while change is not None and self._left(deadline) > 0:
             try:
@@ -132,7 +139,7 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class SearchedPlan:
-    """Plan found by a search."""
+    """A plan that a search has found."""
 
     plan: Plan
     step_seconds: float
@@ -165,7 +172,10 @@ def explain_no_plan(
     *,
     seconds: float = 15.0,
 ) -> UserError:
-    """Make the error after a search raised DoesNotFit; look `seconds` for changes with which a plan fits."""
+    """Create the error for a search that raised DoesNotFit.
+
+    Takes up to `seconds` to look for changes that make a plan fit.
+    """
     found = find_remedies(draft, constraints, seconds=seconds)
     helps = describe_remedies(found) if found else "no change that was tried would be enough"
     none = "no plan fits" if shortage.proven else "no plan was found that fits"
@@ -180,7 +190,7 @@ def find_remedies(draft: Draft, constraints: UserConstraints, *, seconds: float)
     """Find changes with which some plan fits, the cheapest first, by short searches."""
 
     def assess(changed: Draft, _: float) -> Outcome:
-        # Presets would be evaluated again in each short search.
+        # Leave out presets, which would be evaluated again in each short search.
         try:
             found = find_plan(
                 changed.scenario(),
@@ -197,7 +207,7 @@ def find_remedies(draft: Draft, constraints: UserConstraints, *, seconds: float)
 
 
 def _models(scenario: Scenario) -> str:
-    """List the models, by name if they have one, with their roles."""
+    """Describe the models with their roles, by name if they have one."""
     names = {shape: name for name, shape in SHAPES.items()}
     roles: dict[str, list[str]] = {}
     for role, model in scenario.models.items():
