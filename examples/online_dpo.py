@@ -243,7 +243,7 @@ def methods(
     )
 
 
-# The description. The package knows nothing else about the algorithm.
+# The description: the package knows nothing else about the algorithm.
 
 ALGORITHM = AlgorithmSpec(
     name="online_dpo",
