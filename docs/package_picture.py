@@ -45,13 +45,14 @@ def find_imports() -> dict[str, set[str]]:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("realrl."):
                 found.add(str(node.module).split(".")[1])
         found.discard(package)
-    # The only import that would close a circle: batches, which depend on nothing (tests/test_imports.py).
+    # `algorithms` imports data/batch.py, which depends on nothing. Without this line, imports would form a cycle
+    # (tests/test_imports.py allows no other).
     imports["algorithms"].discard("data")
     return imports
 
 
 def assign_rows(imports: dict[str, set[str]]) -> dict[str, int]:
-    """Assign each package to a row: 0 imports nothing, others are one above the highest package they import."""
+    """Assign each package to a row: 0 if it imports nothing, otherwise one above the highest of its imports."""
     rows: dict[str, int] = {}
 
     def row(package: str) -> int:
@@ -65,7 +66,7 @@ def assign_rows(imports: dict[str, set[str]]) -> dict[str, int]:
 
 
 def drop_implied(imports: dict[str, set[str]]) -> list[tuple[str, str]]:
-    """List the imports that do not follow from others: a -> c is left out where a -> b -> c exists."""
+    """List the imports that do not follow from others: a -> c is left out if a -> b and b -> c exist."""
 
     def reach(package: str) -> set[str]:
         return imports[package].union(*(reach(other) for other in imports[package]))
@@ -95,7 +96,7 @@ def choose_columns(rows: dict[str, int], edges: list[tuple[str, str]]) -> dict[s
                     total += 10
         return total
 
-    # Descent, one row after the other, from several starts: a single one ends in a local optimum.
+    # Coordinate descent, one row after the other. It starts many times, because each ends in a local optimum.
     random, results = Random(0), []
     for _ in range(100):
         columns = {package: random.randrange(COLUMNS) for package in rows}

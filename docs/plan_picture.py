@@ -16,7 +16,7 @@ RECIPE = HERE.parent / "recipes" / "reference" / "ppo-70b.yaml"
 
 
 def main() -> None:
-    """Plan, and write the picture."""
+    """Search for the plan, and write the picture."""
     scenario = make_scenario(load_experiment(str(RECIPE), []), ClusterSpec.parse("h100:16x8"))
     report = make_report(scenario)
     seconds = report.chosen.step_seconds

@@ -1,10 +1,10 @@
-"""Online DPO: sample two answers to each prompt, let a reward choose the better, and learn from the pair by DPO.
+"""Online DPO: sample two answers to each prompt, let a reward rank them, and learn from the pair by DPO.
 
-This file is a whole algorithm. Name it in a recipe, `algorithm: examples/online_dpo.py`. Every command accepts it:
+This file is a whole algorithm. If a recipe has `algorithm: examples/online_dpo.py`, every command supports it:
 
-    realrl config examples/online_dpo.py    the fields of its recipes
-    realrl show, plan, train RECIPE         as for built-in algorithms
-    realrl report RUN_DIR --out DIR         its curves and its summary metrics
+    realrl config examples/online_dpo.py    prints the settings of the algorithm
+    realrl show, plan, train RECIPE         work as for built-in algorithms
+    realrl report RUN_DIR --out DIR         shows its curves and summary metrics
 """
 
 from typing import Self
@@ -46,14 +46,14 @@ from realrl.algorithms import (
     score_sequences,
 )
 
-# What a user writes. Docstrings and fields are what `realrl config` prints.
+# The settings of a recipe. `realrl config` prints these fields and their docstrings.
 
 
 class OnlineDPOConfig(Settings):
     """Online DPO."""
 
     beta: PositiveFloat = 0.1
-    """Scale of implicit rewards; the higher, the nearer to the reference the actor stays."""
+    """Scale of implicit rewards. A higher value keeps the actor closer to the reference."""
     minibatches: PositiveInt = 1
     """Optimizer steps per training step; must divide `data.batch`."""
 
@@ -64,9 +64,9 @@ class OnlineDPOModels(Models):
     actor: TrainedModelConfig
     """The language model that samples and learns."""
     ref: ModelConfig = ModelConfig()
-    """Frozen reference; the actor's starting point when it has no `path`."""
+    """Frozen reference. Without a `path`, it is a copy of the actor before training."""
     reward: ModelConfig | None = None
-    """Frozen reward model, a sequence classifier with one label; null where `reward` says what scores instead."""
+    """Frozen reward model, a sequence classifier with one label. null if `reward` replaces it."""
 
 
 class OnlineDPOExperiment(Experiment):
@@ -74,7 +74,7 @@ class OnlineDPOExperiment(Experiment):
 
     models: OnlineDPOModels
     reward: RewardSetting = None
-    """What takes the place of `models.reward`; see docs/rewards.md."""
+    """Reward that replaces `models.reward`, or a mixture that includes it; see docs/rewards.md."""
     online_dpo: OnlineDPOConfig = OnlineDPOConfig()
     generation: GenerationConfig = GenerationConfig()
 
@@ -84,15 +84,15 @@ class OnlineDPOExperiment(Experiment):
         return self
 
 
-# The calls of a step, and the keys between them. The two answers to a prompt are keys of one item, without and with
-# this prefix, so that a call always has both.
+# The calls of a step, and the keys (named data) that flow between them. Both answers to a prompt are keys of the
+# same item, so every rank that has one of them has the other too. Keys of the second answer have the prefix OTHER.
 
 OTHER = "other_"
 SIDES = ("", OTHER)
 
 
 def pairs_of(*names: str) -> tuple[str, ...]:
-    """List the keys of both answers."""
+    """List the keys of both answers: each name without and with the prefix."""
     return tuple(f"{side}{name}" for side in SIDES for name in names)
 
 
@@ -105,13 +105,13 @@ KEYS = (
 
 
 def make_graph(experiment: OnlineDPOExperiment, calls: list[Call]) -> DataflowGraph:
-    """Make a graph of calls; a reward has keys of its own."""
+    """Make a graph of calls, with the keys of both answers and of the reward."""
     scores = [key for side in SIDES for key in list_score_keys(experiment.reward, side)]
     return DataflowGraph(calls, [*KEYS, *scores])
 
 
 def sample(side: str) -> Call:
-    """Sample one answer to each prompt."""
+    """Make the call that samples one answer to each prompt."""
     keys = ("sequences", "prompt_length", "finished")
     return Call(
         f"actor.generate_{side}".rstrip("_"),
@@ -125,7 +125,7 @@ def sample(side: str) -> Call:
 
 
 def train_graph(experiment: OnlineDPOExperiment) -> DataflowGraph:
-    """Sample twice, score both, compare with the reference, learn."""
+    """Make the graph of a training step: sample and score twice, infer with the reference, train."""
     answers, both = pairs_of("sequences", "prompt_length"), pairs_of("sequences")
     calls = [
         call for side in SIDES for call in (sample(side), *score_sequences(experiment.reward, prefix=side))
@@ -143,23 +143,23 @@ def train_graph(experiment: OnlineDPOExperiment) -> DataflowGraph:
 
 
 def eval_graph(experiment: OnlineDPOExperiment) -> DataflowGraph:
-    """Sample once and score; the further inputs are for metrics of answers."""
+    """Make the graph of an evaluation: sample and score once. The two extra inputs are for metrics of answers."""
     scoring = score_sequences(experiment.reward, ("prompt_length", "finished"))
     return make_graph(experiment, [sample(""), *scoring])
 
 
-# What the calls compute: tensors in, tensors out, nothing about devices.
+# What the calls compute, from tensors to tensors. This code knows nothing about devices.
 
 
 def interleave(batch: Batch, name: str) -> Ragged:
-    """Order rows of both answers as first 0, other 0, first 1, ...; both of a pair then are in one micro-batch."""
+    """Order rows as first 0, other 0, first 1, ..., so that both answers of a pair are in the same micro-batch."""
     first, other = (batch[key] for key in pairs_of(name))
     pairs = zip(first.rows(), other.rows(), strict=True)
     return Ragged.of((row for pair in pairs for row in pair), dtype=first.values.dtype)
 
 
 def sum_logprobs(batch: Batch, output: ModelOutput) -> tuple[Tensor, Tensor]:
-    """Sum the log-probabilities of each answer's tokens, first and other: [N] float64 each."""
+    """Sum the log-probabilities of each answer's tokens: [N] float64 for the first and for the other answers."""
     assert output.logprobs is not None, "the head is that of a language model"
     answers = Responses.of(interleave(batch, "sequences"), interleave(batch, "prompt_length"))
     sums = answers.row_sums(output.logprobs[answers.index])
@@ -174,7 +174,7 @@ class Reference:
         return interleave(batch, "sequences")
 
     def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
-        """Compute one number per answer."""
+        """Return the log-probability of each answer."""
         sums = sum_logprobs(batch, output)
         return {key: Ragged.scalars(of.float()) for key, of in zip(pairs_of("ref_logps"), sums, strict=True)}
 
@@ -184,16 +184,16 @@ class Reference:
 
 
 class LearnPairs(PlainTrain):
-    """`actor.train`: the loss of DPO (Rafailov et al. 2023, equation 7) on pairs of the actor's own (Guo et al.
-    2024, arXiv 2402.04792)."""
+    """`actor.train`: the loss of DPO (Rafailov et al. 2023, equation 7) on pairs that the actor has sampled (Guo et
+    al. 2024, arXiv 2402.04792)."""
 
     def __init__(self, beta: float) -> None:
         self._beta = beta
 
     def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
-        """Add `sign`: 1 if the first answer is better, -1 if the other one is better, 0 if they are equal."""
+        """Add `sign`: 1 if the first answer is better, -1 if the other one is better, 0 if scores are equal."""
         first, other = (batch[key].values.double() for key in pairs_of("score"))
-        # A score that is missing (on_error: skip) is NaN, and leaves nothing to compare.
+        # A missing score (on_error: skip) is NaN. Its pair then has sign 0, and does not count in mean scores.
         known = ~(first - other).isnan()
         sign = (first - other).nan_to_num().sign()
         metrics = Metrics()
@@ -211,9 +211,9 @@ class LearnPairs(PlainTrain):
         return float(len(batch))
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
-        """-log sigmoid of the better answer's implicit reward minus the other's, summed over pairs.
+        """Compute -log sigmoid of the better answer's implicit reward minus the other's, summed over pairs.
 
-        A pair of equal scores gives log 2, without gradient.
+        A pair with equal scores adds log 2 and no gradient.
         """
         ref_first, ref_other = (batch[key].values.double() for key in pairs_of("ref_logps"))
         first, other = sum_logprobs(batch, output)
@@ -229,7 +229,7 @@ class LearnPairs(PlainTrain):
 def methods(
     experiment: OnlineDPOExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
 ) -> StatelessAlgorithm:
-    """A method for every call of both graphs."""
+    """Make a method for every call of both graphs."""
     sampling, eval_sampling = experiment.generation, get_eval_generation(experiment)
     table: dict[str, Method] = {
         **{sample(side).name: GenerateMethod(sampling, eval_sampling) for side in SIDES},
@@ -243,7 +243,7 @@ def methods(
     )
 
 
-# The description: all that the rest of the package knows of the algorithm.
+# The description: the package knows nothing else about the algorithm.
 
 ALGORITHM = AlgorithmSpec(
     name="online_dpo",

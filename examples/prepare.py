@@ -2,7 +2,7 @@
 
 Usage: python examples/prepare.py
 
-Everything goes to data/examples, takes seconds, and needs no network.
+It writes to data/examples, takes seconds, and needs no network.
 """
 
 import json
@@ -30,16 +30,16 @@ MOODS = {1: ("great", "lovely", "moving", "clever", "warm"), 0: ("dull", "awful"
 
 
 def write_records(name: str, records: Iterable[Mapping[str, Any]]) -> None:
-    """Write records, one per line."""
+    """Write records as JSON lines."""
     (PLACE / name).write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def make_classifier(directory: Path) -> None:
-    """Train a tiny BERT on opinions until it knows words of praise from others, by their letters."""
+    """Train a tiny BERT, which reads letters, to distinguish words of praise from words of blame."""
     opinions = [(f"{film} {word}", mood) for film in FILMS for mood, words in MOODS.items() for word in words]
     vocabulary = {token: i for i, token in enumerate(["[PAD]", "[UNK]", " ", *ascii_lowercase])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")  # letters, one by one
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")  # one token per letter
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", pad_token="[PAD]")
     torch.manual_seed(1)
     config = BertConfig(
@@ -66,7 +66,7 @@ def make_classifier(directory: Path) -> None:
 
 
 def main() -> None:
-    """Make everything."""
+    """Write records, tokenizer and classifier."""
     PLACE.mkdir(parents=True, exist_ok=True)
     questions = [
         {"prompt": question.format(kind), "accepted": words}

@@ -1,7 +1,7 @@
-"""A reward from a classifier of another family: how sure it is that a text is positive.
+"""A reward from a classifier of another model family: the log-probability that a text is positive.
 
-The classifier has a tokenizer of its own and sees texts. It runs on the CPU of each rank that calls the reward, in
-a thread beside generation and training.
+The classifier has its own tokenizer and reads texts. It runs in a thread on the CPU of each rank that calls the
+reward, while the rank continues with other calls.
 """
 
 import os
@@ -18,7 +18,7 @@ MODEL = os.environ.get("SENTIMENT_MODEL", "lvwerra/distilbert-imdb")
 
 @cache
 def load_classifier() -> tuple[Any, Any, int]:
-    """Load tokenizer and model once per process, and find the number of the label."""
+    """Load tokenizer and model once per process, and look up the index of the label POSITIVE."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     model = AutoModelForSequenceClassification.from_pretrained(MODEL).eval()
     labels = {name.upper(): number for number, name in model.config.id2label.items()}
@@ -27,7 +27,7 @@ def load_classifier() -> tuple[Any, Any, int]:
 
 @torch.no_grad()
 def positive(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-    """Score each text, prompt and completion, by log p(positive)."""
+    """Score each prompt with its completion by log p(positive)."""
     tokenizer, model, label = load_classifier()
     texts = [f"{prompt} {text}".lower() for prompt, text in zip(prompts, completions, strict=True)]
     inputs = tokenizer(texts, padding=True, truncation=True, max_length=64, return_tensors="pt")

@@ -1,18 +1,20 @@
-"""A custom verifier: does an answer name what its question asks for?"""
+"""A verifier of your own. It scores whether an answer names what its question asks for."""
 
 from collections.abc import Sequence
 from itertools import takewhile
 
 
 def count_common(text: str, word: str) -> int:
-    """Count the letters of the common prefix."""
+    """Count the letters at the start of `text` and `word` that are equal."""
     return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(text, word, strict=False))))
 
 
 def names_one(completions: Sequence[str], accepted: Sequence[Sequence[str]]) -> list[float]:
-    """Score 1 for an accepted first word, and half the matching fraction if the word only starts correctly.
+    """Score each answer: 1 if its first word is accepted, otherwise less.
 
-    `accepted` is a field of the records: for each completion, the words that its prompt accepts.
+    A first word that only begins like an accepted word scores half the share of letters that it has.
+
+    `accepted` is a field of the records. For each completion, it lists the accepted answers to the prompt.
     """
     scores = []
     for text, words in zip(completions, accepted, strict=True):
