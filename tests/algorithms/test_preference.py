@@ -14,9 +14,8 @@ from torch import Tensor
 from realrl.algorithms.base.method import Metrics, ModelOutput
 from realrl.algorithms.preference import PreferenceConfig
 from realrl.algorithms.preference_loss import (
-    PairLogprobs,
-    PreferenceInference,
-    PreferenceTrain,
+    PreferenceMethod,
+    RefLogprobs,
     compute_preference_loss,
 )
 from realrl.config.errors import UserError
@@ -171,7 +170,7 @@ def trl_without_reference(
 
 
 def ours(config: PreferenceConfig, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
-    method = PreferenceTrain(config)
+    method = PreferenceMethod(config)
     prepared, _ = method.prepare(batch, alone)
     loss, metrics = method.loss(prepared, output)
     return loss / method.weight(prepared), metrics
@@ -239,7 +238,7 @@ def test_loss_gradient_and_metrics_equal_those_of_trl(
     preset: str, changes: dict[str, Any], trainer: str, settings: dict[str, Any]
 ) -> None:
     config, batch = config_of(preset, **changes), random_pairs(1)
-    method = PreferenceTrain(config)
+    method = PreferenceMethod(config)
     rows = method.sequences(batch)
     output = model_output(rows, 2)
     assert output.logprobs is not None
@@ -281,12 +280,12 @@ def test_certain_answers_have_a_finite_odds_ratio() -> None:
 @pytest.mark.parametrize("preset", ["dpo", "orpo", "simpo"])
 def test_micro_batches_and_ranks_add_up_to_the_batch(preset: str) -> None:
     config, batch = config_of(preset), random_pairs(3, 6, of_prompt=2)
-    rows = PreferenceTrain(config).sequences(batch)
+    rows = PreferenceMethod(config).sequences(batch)
     output = model_output(rows, 4)
     assert output.logprobs is not None
     whole, _ = ours(config, batch, output)
     split = output.logprobs.split(rows.lengths)
-    method = PreferenceTrain(config)
+    method = PreferenceMethod(config)
     method.prepare(batch, alone)
     total = torch.zeros((), dtype=torch.float64)
     metrics = Metrics()
@@ -302,7 +301,7 @@ def test_micro_batches_and_ranks_add_up_to_the_batch(preset: str) -> None:
 @pytest.mark.parametrize("preset", ["dpo", "orpo"])
 def test_evaluation_reports_what_training_does(preset: str) -> None:
     config, batch = config_of(preset), random_pairs(5)
-    method = PreferenceInference(config)
+    method = PreferenceMethod(config)
     output = model_output(method.sequences(batch), 6)
     found = method.metrics(batch.with_fields(**method.outputs(batch, output))).result()
     _, trained = ours(config, batch, output)
@@ -312,7 +311,7 @@ def test_evaluation_reports_what_training_does(preset: str) -> None:
 
 
 def test_the_reference_gives_sums_over_the_tokens_of_answers() -> None:
-    batch, method = random_pairs(7), PairLogprobs()
+    batch, method = random_pairs(7), RefLogprobs()
     rows = method.sequences(batch)
     output = model_output(rows, 8)
     assert output.logprobs is not None

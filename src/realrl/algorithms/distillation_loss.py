@@ -27,7 +27,7 @@ from realrl.algorithms.distillation import (
     OfflineDistillationExperiment,
 )
 from realrl.algorithms.kl import MAX_LOG_RATIO
-from realrl.algorithms.policy_loss import LogprobsInference, PolicyTrain, compute_policy_loss
+from realrl.algorithms.policy_loss import LogprobsInference, PolicyTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import get_eval_generation
@@ -268,22 +268,12 @@ class DrawnTrain(PolicyTrain):
         return len(_find_answers(batch))
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
-        """Sum the clipped surrogate over answer tokens."""
-        assert output.logprobs is not None and output.entropy is not None
-        at, clip = _find_answers(batch), self._config.clip
-        new, old = output.logprobs[at].float(), batch["logprobs"].values[at]
-        advantages = batch["advantages"].values[at]
-        result = compute_policy_loss(
-            log_ratio=new - old, advantages=advantages, clip_low=clip, clip_high=clip
-        )
-        metrics = self.measure_update(result, logprobs=new, old_logprobs=old, entropy=output.entropy[at])
-        return result.loss.sum(), metrics
+        return self.sum_clipped_loss(batch, output, _find_answers(batch), self._config.clip)
 
 
 def make_algorithm(
     experiment: DistillationExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
 ) -> StatelessAlgorithm:
-    """Give each call on samples its method."""
     config, generation = experiment.distillation, experiment.generation
     generate = GenerateMethod(generation, get_eval_generation(experiment))
     methods: dict[str, Method] = {"actor.generate": generate}
@@ -295,21 +285,16 @@ def make_algorithm(
             "actor.inference": DivergenceInference(config),
             "actor.train": DivergenceTrain(config, epochs=config.epochs, sampled=True),
         }
-    return StatelessAlgorithm(
-        graph=graph, eval_graph=eval_graph, methods=methods, temperature=generation.temperature
-    )
+    return StatelessAlgorithm(graph, eval_graph, methods, generation.temperature)
 
 
 def make_offline_algorithm(
     experiment: OfflineDistillationExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
 ) -> StatelessAlgorithm:
-    """Give each call on records its method."""
     config = experiment.distillation
     methods: dict[str, Method] = {
         "teacher.inference": TopTeacher(),
         "actor.inference": DivergenceInference(config),
         "actor.train": DivergenceTrain(config),
     }
-    return StatelessAlgorithm(
-        graph=graph, eval_graph=eval_graph, methods=methods, temperature=config.temperature
-    )
+    return StatelessAlgorithm(graph, eval_graph, methods, config.temperature)

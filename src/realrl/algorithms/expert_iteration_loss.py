@@ -149,9 +149,7 @@ class ExpertIterationAlgorithm(StatelessAlgorithm):
             "actor.train": train,
             **make_reward_methods(reward),
         }
-        super().__init__(
-            graph=graph, eval_graph=eval_graph, methods=methods, temperature=generation.temperature
-        )
+        super().__init__(graph, eval_graph, methods, generation.temperature)
         self._threshold = experiment.expert_iteration.threshold
 
     def notes(self, metrics: Mapping[str, float]) -> list[str]:

@@ -130,11 +130,10 @@ class KTOTrain(PlainTrain):
 def make_algorithm(
     experiment: KTOExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
 ) -> StatelessAlgorithm:
-    """Give each call its method."""
     config = experiment.kto
     methods: dict[str, Method] = {
         "ref.inference": LabelledInference(config, "ref_"),
         "actor.inference": LabelledInference(config),
         "actor.train": KTOTrain(config),
     }
-    return StatelessAlgorithm(graph=graph, eval_graph=eval_graph, methods=methods)
+    return StatelessAlgorithm(graph, eval_graph, methods)

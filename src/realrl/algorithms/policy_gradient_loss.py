@@ -289,9 +289,7 @@ class PolicyGradientAlgorithm(StatelessAlgorithm):
             **make_reward_methods(reward),
             **make_reward_methods(reward, prefix=GREEDY),
         }
-        super().__init__(
-            graph=graph, eval_graph=eval_graph, methods=methods, temperature=generation.temperature
-        )
+        super().__init__(graph, eval_graph, methods, generation.temperature)
 
     def state_dict(self) -> dict[str, float]:
         return self._train.kl.state_dict()

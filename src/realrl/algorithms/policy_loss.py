@@ -8,11 +8,7 @@ from torch import Tensor
 
 from realrl.algorithms.base.method import Metrics, ModelOutput, PlainInference, PlainTrain, Sum
 from realrl.algorithms.base.rows import Responses
-from realrl.algorithms.kl import (
-    MAX_LOG_RATIO,
-    approximate_kl,
-    sequence_kl,
-)
+from realrl.algorithms.kl import MAX_LOG_RATIO, approximate_kl, sequence_kl
 from realrl.data.batch import Batch, Ragged
 
 
@@ -58,7 +54,6 @@ class Moments:
 
     @property
     def std(self) -> float:
-        """Standard deviation."""
         return float(self.variance**0.5)
 
 
@@ -136,6 +131,19 @@ class PolicyTrain(OnSequences, PlainTrain):
         """Never stop early. The update of the first mini-batch follows."""
         self._updated = True
         return False
+
+    def sum_clipped_loss(
+        self, batch: Batch, output: ModelOutput, at: Tensor, clip: float
+    ) -> tuple[Tensor, Metrics]:
+        """Sum the clipped surrogate over the answer tokens `at` [A]. The sampler's policy is the old one."""
+        assert output.logprobs is not None and output.entropy is not None
+        new, old = output.logprobs[at].float(), batch["logprobs"].values[at]
+        advantages = batch["advantages"].values[at]
+        result = compute_policy_loss(
+            log_ratio=new - old, advantages=advantages, clip_low=clip, clip_high=clip
+        )
+        metrics = self.measure_update(result, logprobs=new, old_logprobs=old, entropy=output.entropy[at])
+        return result.loss.sum(), metrics
 
     def measure_update(
         self, result: PolicyLoss, *, logprobs: Tensor, old_logprobs: Tensor, entropy: Tensor

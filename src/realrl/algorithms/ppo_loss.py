@@ -22,7 +22,6 @@ from realrl.algorithms.policy_loss import (
     OnSequences,
     PolicyTrain,
     RefInference,
-    compute_policy_loss,
     global_moments,
     whiten,
 )
@@ -88,16 +87,7 @@ class ActorTrain(PolicyTrain):
         return find_actions(batch).total
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
-        """Sum the policy loss over action tokens."""
-        assert output.logprobs is not None and output.entropy is not None
-        at, clip = find_actions(batch).index, self._config.clip
-        new, old = output.logprobs[at].float(), batch["logprobs"].values[at]
-        advantages = batch["advantages"].values[at]
-        result = compute_policy_loss(
-            log_ratio=new - old, advantages=advantages, clip_low=clip, clip_high=clip
-        )
-        metrics = self.measure_update(result, logprobs=new, old_logprobs=old, entropy=output.entropy[at])
-        return result.loss.sum(), metrics
+        return self.sum_clipped_loss(batch, output, find_actions(batch).index, self._config.clip)
 
     def stop(self, metrics: dict[str, float]) -> bool:
         """Stop if the mean probability ratio of the mini-batch exceeds `early_stop_ratio`.
@@ -229,8 +219,7 @@ class PPOAlgorithm(StatelessAlgorithm):
             "critic.train": critic,
             **make_reward_methods(reward, finished_only=config.truncated == "bootstrap"),
         }
-        temperature = generation.temperature
-        super().__init__(graph=graph, eval_graph=eval_graph, methods=methods, temperature=temperature)
+        super().__init__(graph, eval_graph, methods, generation.temperature)
         self._experience_makers = (actor.experience_maker, critic.experience_maker)
 
     def notes(self, metrics: Mapping[str, float]) -> list[str]:

@@ -116,6 +116,7 @@ def _make_ranking_graph(experiment: RankedRewardExperiment, *, score: bool = Fal
 _COMMON: dict[str, Any] = {
     "roles": {"reward": RoleSpec("scalar")},
     "generation": None,
+    "methods": import_later("realrl.algorithms.reward_model_loss:make_algorithm"),
     "headlines": ("reward.train/loss", "reward.train/accuracy", "reward.inference/accuracy"),
 }
 
@@ -125,7 +126,6 @@ ALGORITHM = AlgorithmSpec(
     form="pair",
     train_graph=_make_pair_graph,
     eval_graph=lambda experiment: _make_pair_graph(experiment, ("chosen_score", "rejected_score")),
-    methods=import_later("realrl.algorithms.reward_model_loss:make_pair_algorithm"),
     curves={"loss": "loss per pair (nats)", "accuracy": "pairs ranked right"},
     summary=(SummaryMetric("reward_pair_accuracy", "accuracy", "reward model: held-out pairs ranked right"),),
     **_COMMON,
@@ -137,7 +137,6 @@ RANKED = AlgorithmSpec(
     form="ranked",
     train_graph=_make_ranking_graph,
     eval_graph=lambda experiment: _make_ranking_graph(experiment, score=True),
-    methods=import_later("realrl.algorithms.reward_model_loss:make_ranking_algorithm"),
     curves={"loss": "loss per ranking (nats)", "accuracy": "pairs of answers ranked right"},
     summary=(
         SummaryMetric("ranked_reward_accuracy", "accuracy", "reward model: held-out answers ranked right"),
@@ -151,7 +150,6 @@ PROCESS = AlgorithmSpec(
     form="steps",
     train_graph=lambda experiment: make_reward_graph(_STEP_KEYS, _STEPS, _STEPS[:1]),
     eval_graph=lambda experiment: make_reward_graph(_STEP_KEYS, _STEPS, _STEPS[:1], ("step_scores",)),
-    methods=import_later("realrl.algorithms.reward_model_loss:make_step_algorithm"),
     curves={"loss": "loss per step (nats)", "accuracy": "steps judged right"},
     summary=(
         SummaryMetric("process_reward_accuracy", "accuracy", "process reward: held-out steps judged right"),

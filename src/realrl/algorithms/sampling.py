@@ -49,12 +49,8 @@ def _make_methods(
     generation = experiment.generation
     generate = GenerateMethod(generation, get_eval_generation(experiment))
     scoring = make_reward_methods(experiment.reward) if experiment.is_scored else {}
-    return StatelessAlgorithm(
-        graph=graph,
-        eval_graph=eval_graph,
-        methods={"actor.generate": generate, **scoring},
-        temperature=generation.temperature,
-    )
+    methods = {"actor.generate": generate, **scoring}
+    return StatelessAlgorithm(graph, eval_graph, methods, generation.temperature)
 
 
 ALGORITHM = AlgorithmSpec(

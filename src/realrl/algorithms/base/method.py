@@ -285,10 +285,9 @@ class StatelessAlgorithm:
 
     def __init__(
         self,
-        *,
         graph: DataflowGraph,
         eval_graph: DataflowGraph | None,
-        methods: dict[str, Method],
+        methods: Mapping[str, Method],
         temperature: float = 1.0,
     ) -> None:
         self.graph, self.eval_graph = graph, eval_graph
@@ -296,26 +295,22 @@ class StatelessAlgorithm:
         self._methods = methods
 
     def method(self, call: str) -> Method:
-        """See `Algorithm.method`."""
         return self._methods[call]
 
     def notes(self, metrics: Mapping[str, float]) -> list[str]:
-        """No notes."""
         return []
 
     def state_dict(self) -> dict[str, float]:
-        """Nothing to save."""
         return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Nothing to restore."""
+        pass
 
 
 class PlainInference:
     """Default of an inference method: it reports nothing."""
 
     def metrics(self, batch: Batch) -> Metrics:
-        """No metrics."""
         return Metrics()
 
 
@@ -327,17 +322,13 @@ class PlainTrain:
 
     @property
     def head_scale(self) -> float:
-        """The head learns at the rate of all other parameters."""
         return 1.0
 
     def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
-        """Nothing to add."""
         return batch, Metrics()
 
     def stop(self, metrics: dict[str, float]) -> bool:
-        """Never stop early."""
         return False
 
     def finish(self) -> Metrics:
-        """No metrics."""
         return Metrics()
