@@ -73,8 +73,6 @@ class Reader:
     seed: int = 1
     template_options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the chat template; a record's arguments take precedence."""
-    notice_nulls: Callable[[], None] = lambda: None
-    """Called for a record with nulls in tools or tool calls; the nulls are dropped."""
     ranked: int = 0
     """Number of answers in each record of ranked answers."""
 
@@ -90,8 +88,6 @@ class Reader:
         if is_plain_text(record) and not self.apply_chat_template:
             return READERS[form](self, record)  # without a template, `tools` may be anything
         options = {**self.template_options, **read_template_options(record)}
-        if _has_nulls(record):
-            self.notice_nulls()
         return READERS[form](replace(self, template_options=options), record)
 
     def answers(self, record: Fields) -> list[Item]:
@@ -360,8 +356,10 @@ def _part(part: Any, field: str) -> str:
     return _text(part.get("text"), f"{field}.text")
 
 
-def _has_nulls(record: Fields) -> bool:
-    """Check for nulls in tools or tool calls: Arrow writes them for keys of other rows."""
+def drops_nulls(record: Fields, apply_chat_template: bool) -> bool:
+    """Check for nulls in tools or tool calls of a conversation: Arrow writes them for keys of other rows."""
+    if is_plain_text(record) and not apply_chat_template:
+        return False
     turns = (turn for value in record.values() if isinstance(value, list) for turn in value)
     calls = [turn.get("tool_calls") for turn in turns if isinstance(turn, dict)]
     return any(value != drop_nulls(value) for value in (record.get("tools"), *calls))

@@ -49,14 +49,12 @@ class PythonTests(Verifier):
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The columns with tests and setup."""
         return (self.tests,) if self.setup is None else (self.tests, self.setup)
 
     @property
     def _limits(self) -> "Limits":
-        return Limits(
-            seconds=self.seconds, memory_bytes=self.memory_mb << 20, output_bytes=self.output_kb << 10
-        )
+        memory, output = self.memory_mb << 20, self.output_kb << 10
+        return Limits(seconds=self.seconds, memory_bytes=memory, output_bytes=output)
 
     def open(self) -> Verification:
         """Try the sandbox, and note what it cannot isolate. Raises UserError if it does not work."""
@@ -79,7 +77,6 @@ class PythonTests(Verifier):
         return self
 
     def verify(self, completions: list[str], fields: Mapping[str, list[Any]]) -> list[Score]:
-        """Test completions, several at a time."""
         setups = [None] * len(completions) if self.setup is None else fields[self.setup]
         most = self.processes or len(os.sched_getaffinity(0))
         jobs = list(zip(completions, fields[self.tests], setups, strict=True))

@@ -33,12 +33,10 @@ class ExactMatch(AnswerVerifier):
     """Ignore upper and lower case."""
 
     def read_answer(self, completion: str) -> str | None:
-        """Read the text that is compared."""
         found = super().read_answer(completion)
         return None if found is None else self._normalize(found)
 
     def compare(self, text: str, right: str) -> Score:
-        """Compare as texts."""
         return float(self._normalize(text) == self._normalize(right))
 
     def _normalize(self, text: str) -> str:
@@ -56,7 +54,6 @@ class Regex(Verifier):
     """Match the whole completion, instead of any part of it."""
 
     def verify(self, completions: list[str], fields: Mapping[str, list[Any]]) -> list[Score]:
-        """Search each completion."""
         compiled = re.compile(self.pattern, re.DOTALL)
         find = compiled.fullmatch if self.whole else compiled.search
         return [float(find(text) is not None) for text in completions]
@@ -88,7 +85,6 @@ class JsonSchema(Verifier):
         return self
 
     def verify(self, completions: list[str], fields: Mapping[str, list[Any]]) -> list[Score]:
-        """Validate each completion."""
         validator = self._validator()
         return [self._check(text, validator) for text in completions]
 

@@ -33,7 +33,6 @@ class Verifier(Settings):
         return self
 
     def verify(self, completions: list[str], fields: Mapping[str, list[Any]]) -> list[Score]:
-        """See `Verification`."""
         raise NotImplementedError
 
 
@@ -49,11 +48,9 @@ class AnswerVerifier(Verifier):
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The column with the right answer."""
         return (self.answer,)
 
     def verify(self, completions: list[str], fields: Mapping[str, list[Any]]) -> list[Score]:
-        """Compare each completion with its answer."""
         return self.verify_by(self.compare, completions, fields)
 
     @property
@@ -76,8 +73,8 @@ class AnswerVerifier(Verifier):
         fields: Mapping[str, list[Any]],
     ) -> list[Score]:
         """Compare each completion with its answer, by a given function in place of `compare`."""
-        answers = fields[self.answer]
-        return [self._check(compare, text, right) for text, right in zip(completions, answers, strict=True)]
+        pairs = zip(completions, fields[self.answer], strict=True)
+        return [self._check(compare, text, right) for text, right in pairs]
 
     def _check(self, compare: Callable[[str, str], Score], completion: str, right: Any) -> Score:
         if right is None:
