@@ -147,7 +147,6 @@ class _Answers:
         return self._call("actor.train", inputs, (), candidates, minibatches)
 
     def compare(self, top_k: int) -> Call:
-        """Compute the divergence without training."""
         inputs, candidates = (*self.places, IDS, TOP), Candidates(top_k, IDS, _SETTING)
         return self._call("actor.inference", inputs, (DIVERGENCE,), candidates)
 
@@ -191,7 +190,6 @@ def make_distillation_graph(experiment: DistillationExperiment) -> DataflowGraph
 
 
 def make_distillation_eval_graph(experiment: DistillationExperiment) -> DataflowGraph:
-    """Sample, and compare with the teacher."""
     top_k = experiment.distillation.top_k
     if top_k is not None:
         return _SAMPLED.make_graph(top_k, _SAMPLED.compare(top_k))
@@ -200,13 +198,11 @@ def make_distillation_eval_graph(experiment: DistillationExperiment) -> Dataflow
 
 
 def make_offline_graph(experiment: OfflineDistillationExperiment) -> DataflowGraph:
-    """Let the teacher look at records, and train."""
     top_k = experiment.distillation.top_k
     return _RECORDED.make_graph(top_k, _RECORDED.train(top_k))
 
 
 def make_offline_eval_graph(experiment: OfflineDistillationExperiment) -> DataflowGraph:
-    """Compare with the teacher on records."""
     top_k = experiment.distillation.top_k
     return _RECORDED.make_graph(top_k, _RECORDED.compare(top_k))
 

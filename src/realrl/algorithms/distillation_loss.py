@@ -196,18 +196,15 @@ class DivergenceTrain(_OnAnswers, PolicyTrain):
         self._config = config
 
     def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
-        """Measure the answers."""
         self.begin_step()
         metrics = Metrics()
         _add_answer_means(metrics, batch)
         return batch, metrics
 
     def weight(self, batch: Batch) -> float:
-        """Number of answer tokens."""
         return len(_find_answers(batch))
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
-        """Sum the divergence over answer tokens."""
         at = _find_answers(batch)
         found = _compute(self._config, batch, output, at)
         metrics = _measure(found, batch, at)
@@ -264,7 +261,6 @@ class DrawnTrain(PolicyTrain):
         return batch.with_fields(advantages=answers.spread(found.advantages.float())), metrics
 
     def weight(self, batch: Batch) -> float:
-        """Number of answer tokens."""
         return len(_find_answers(batch))
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:

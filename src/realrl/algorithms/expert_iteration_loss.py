@@ -153,7 +153,6 @@ class ExpertIterationAlgorithm(StatelessAlgorithm):
         self._threshold = experiment.expert_iteration.threshold
 
     def notes(self, metrics: Mapping[str, float]) -> list[str]:
-        """Note if the step learnt no answer."""
         if metrics.get("actor.train/kept") != 0:
             return []
         bound = (

@@ -101,14 +101,12 @@ def _check_rows(
 
 
 def check_function(given: Any, declared: Declared, inputs: FunctionInput) -> str | None:
-    """Check the outputs and metrics of a function."""
     if not _is_pair(given):
         return f"gave {_show(given)}; it must give a tuple of outputs and Metrics"
     return check_outputs(given[0], declared, inputs.batch) or check_metrics(given[1])
 
 
 def check_metrics(given: Any, *_: Any) -> str | None:
-    """Check metrics: they consist of single numbers."""
     if not isinstance(given, Metrics):
         return f"gave {_show(given)}; it must give Metrics"
     values = {name: [value] for name, value in given.maxima.items()}
@@ -139,7 +137,6 @@ def check_prepared(given: Any, batch: Batch, _: Sum) -> str | None:
 
 
 def check_weight(given: Any, _: Batch) -> str | None:
-    """Check the weight of a mini-batch."""
     if isinstance(given, Real) or (isinstance(given, Tensor) and given.dim() == 0):
         number = float(given)
         if isfinite(number) and number >= 0:
@@ -164,24 +161,20 @@ def check_loss(given: Any, _: Batch, output: ModelOutput) -> str | None:
 
 
 def check_flag(given: Any, *_: Any) -> str | None:
-    """Check a truth value."""
     return None if isinstance(given, bool) else f"gave {_show(given)}; it must be True or False"
 
 
 def check_positive(given: Any) -> str | None:
-    """Check a factor."""
     fits = isinstance(given, Real) and isfinite(given) and float(given) > 0
     return None if fits else f"gave {_show(given)}; it must be a number above 0"
 
 
 def check_notes(given: Any, _: Mapping[str, float]) -> str | None:
-    """Check notes for the user."""
     fits = isinstance(given, list) and all(isinstance(text, str) for text in given)
     return None if fits else f"gave {_show(given)}; it must give a list of texts"
 
 
 def check_state(given: Any) -> str | None:
-    """Check state that a checkpoint keeps."""
     if not isinstance(given, Mapping):
         return f"gave {_show(given)}; it must give a mapping from names to numbers"
     for name, value in given.items():
@@ -258,7 +251,6 @@ class GuardedObject:
         return _CONVERT.get(name, lambda value: value)(given)
 
     def _read(self, name: str, check: Check) -> Any:
-        """Read an attribute or property."""
         found = getattr(type(self._target), name, None)
         getter = found.fget if isinstance(found, property) else None
         read = getter or (lambda target: getattr(target, name))
@@ -309,12 +301,9 @@ class GuardedTrain(GuardedObject):
 
     @property
     def head_scale(self) -> float:
-        """Factor of the head's learning rate."""
         return float(self._read("head_scale", check_positive))
 
     def prepare(self, batch: Batch, dp_sum: Sum) -> Any:
-        """Prepare the items of the call."""
-
         def reduce(tensor: Tensor) -> Tensor:
             try:
                 return dp_sum(tensor)
@@ -344,12 +333,10 @@ class GuardedAlgorithm(GuardedObject):
         self._methods = methods
 
     def method(self, call: str) -> Method:
-        """Find the method of a call of either graph."""
         return self._methods[call]
 
 
 def guard_method(code: UserCode, method: Method, declared: Declared) -> Method:
-    """Guard the method of a call."""
     call = declared[0][0]
 
     def outputs_are_declared(given: Any, batch: Batch, _: ModelOutput) -> str | None:

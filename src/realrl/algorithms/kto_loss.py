@@ -113,11 +113,9 @@ class KTOTrain(PlainTrain):
         return batch["tokens"]
 
     def weight(self, batch: Batch) -> float:
-        """Number of answers."""
         return len(batch)
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
-        """Compute the sum over answers."""
         logps = _sum_logprobs(batch["tokens"], batch["prompt_length"].values, output)
         log_ratio = logps - batch["ref_logps"].values.double()
         good = batch["label"].values != 0

@@ -92,7 +92,6 @@ class LogprobsInference(OnSequences, PlainInference):
         self.key = key
 
     def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
-        """Compute one number per token."""
         assert output.logprobs is not None
         return {self.key: Ragged(output.logprobs.float(), output.lengths)}
 

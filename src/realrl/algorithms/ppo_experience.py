@@ -58,7 +58,6 @@ class ReturnScale:
         self._weight = self._total = self._squares = 0.0
 
     def update(self, returns: Moments) -> None:
-        """Add the returns of one step."""
         if self._mode == "none" or not returns.count:
             return
         keep, add = (1.0, returns.count) if self._mode == "running" else (self._beta, 1 - self._beta)
@@ -222,7 +221,6 @@ class ExperienceMaker:
         return torch.where(score.isinf(), torch.nan, torch.where(kept, score, 0.0)), kept
 
     def state_dict(self) -> dict[str, float]:
-        """Save the statistics, and the number of steps they have seen."""
         return {"steps": self.steps, **self._kl.state_dict(), **self.return_scale.state_dict()}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

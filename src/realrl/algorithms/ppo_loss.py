@@ -83,7 +83,6 @@ class ActorTrain(PolicyTrain):
         return metrics
 
     def weight(self, batch: Batch) -> int:
-        """Number of action tokens."""
         return find_actions(batch).total
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
@@ -175,11 +174,9 @@ class CriticTrain(OnSequences, PlainTrain):
         return add_to_batch(batch, experience, returns=experience.returns), metrics
 
     def weight(self, batch: Batch) -> int:
-        """Number of action tokens."""
         return find_actions(batch).total
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
-        """Sum the value loss over action tokens."""
         assert output.values is not None
         actions = find_actions(batch)
         at, unit = actions.index, self.experience_maker.return_scale.std
@@ -223,7 +220,6 @@ class PPOAlgorithm(StatelessAlgorithm):
         self._experience_makers = (actor.experience_maker, critic.experience_maker)
 
     def notes(self, metrics: Mapping[str, float]) -> list[str]:
-        """Note if `truncated: bootstrap` leaves most scores unused."""
         finished = metrics.get("actor.train/finished", 1.0)
         if self._config.truncated != "bootstrap" or not finished < FEW_FINISHED:
             return []

@@ -57,7 +57,6 @@ class PreferenceConfig(ReferenceConfig):
 
     @property
     def per_token(self) -> bool:
-        """Whether scores are divided by the number of tokens."""
         if self.length_normalization is None:
             return self.loss in _PER_TOKEN
         return self.length_normalization
@@ -136,7 +135,6 @@ def _make_graph(
 
 
 def make_preference_graph(experiment: PreferenceExperiment) -> DataflowGraph:
-    """Train the actor on pairs."""
     models = experiment.models
     averages = list_averages(experiment.preference, models.actor, models.ref)
     return _make_graph(experiment, Kind.TRAIN, averages=averages)

@@ -197,11 +197,9 @@ class PreferenceMethod(RefLogprobs, PlainTrain):
         return batch, Metrics()
 
     def weight(self, batch: Batch) -> float:
-        """Total weight of the pairs."""
         return float(pair_weights(batch).sum())
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
-        """Compute the weighted sum over pairs."""
         config = self._config
         losses, metrics = _compare(config, batch, sum_logprobs(batch, output))
         if config.nll_coef > 0:

@@ -86,12 +86,10 @@ def name_answers(count: int) -> tuple[str, ...]:
 
 
 def name_scores(count: int) -> tuple[str, ...]:
-    """Name the keys of the scores of ranked answers."""
     return tuple(f"score_{i}" for i in range(count))
 
 
 def list_pair_inputs(margins: bool) -> tuple[str, ...]:
-    """List the inputs of calls on pairs."""
     return (*PAIR, "pairs_of_prompt", *(("margin",) if margins else ()))
 
 

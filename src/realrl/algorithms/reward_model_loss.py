@@ -85,11 +85,9 @@ class PairMethod(PlainTrain):
         return losses
 
     def weight(self, batch: Batch) -> float:
-        """Total weight of the pairs."""
         return float(pair_weights(batch).sum())
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
-        """Compute the weighted sum over pairs."""
         chosen, rejected = self._scores(output)
         loss = (self._losses(batch, chosen, rejected) * pair_weights(batch).float()).sum()
         return loss, self._summarize(batch, chosen.detach(), rejected.detach())
@@ -151,7 +149,6 @@ class RankingMethod(PlainTrain):
         return metrics
 
     def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
-        """Compute one score per answer."""
         columns = zip(name_scores(self._config.answers), self._scores(output).unbind(1), strict=True)
         return {name: Ragged.scalars(scores.contiguous()) for name, scores in columns}
 
@@ -160,11 +157,9 @@ class RankingMethod(PlainTrain):
         return self._summarize(torch.stack(columns, 1))
 
     def weight(self, batch: Batch) -> float:
-        """Number of rankings."""
         return len(batch)
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
-        """Compute the sum over rankings."""
         scores = self._scores(output)
         return self._losses(scores).sum(), self._summarize(scores.detach())
 
@@ -197,18 +192,15 @@ class StepMethod(PlainTrain):
         return metrics
 
     def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
-        """Compute one score per step."""
         return {"step_scores": Ragged(self._scores(batch, output), batch["step_ends"].lengths)}
 
     def metrics(self, batch: Batch) -> Metrics:
         return self._summarize(batch, batch["step_scores"].values)
 
     def weight(self, batch: Batch) -> float:
-        """Number of steps."""
         return len(batch["step_ends"].values)
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
-        """Compute the sum over steps."""
         scores = self._scores(batch, output)
         right = batch["step_labels"].values != 0
         return step_loss(scores=scores, right=right).sum(), self._summarize(batch, scores.detach())

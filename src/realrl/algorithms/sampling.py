@@ -29,7 +29,6 @@ class SamplingExperiment(Experiment):
 
     @property
     def is_scored(self) -> bool:
-        """Whether answers get scores."""
         return self.reward is not None or self.models.reward is not None
 
 

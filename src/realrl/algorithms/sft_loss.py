@@ -22,11 +22,9 @@ class SFTMethod(PlainTrain):
         return -output.logprobs.masked_fill(batch["loss_mask"].values == 0, 0)
 
     def weight(self, batch: Batch) -> float:
-        """Number of tokens to learn."""
         return int(batch["loss_mask"].values.sum())
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
-        """Sum -log p over the tokens to learn."""
         loss = self._nll(batch, output).sum()
         metrics = Metrics()
         metrics.mean("loss", loss, batch["loss_mask"].values.sum())

@@ -83,7 +83,6 @@ def brief(value: Any) -> str:
 
 
 def shorten(text: str) -> str:
-    """Cut long text."""
     return text if len(text) <= _LONG else f"{text[:_LONG]}..."
 
 
@@ -181,7 +180,6 @@ def _show_part(part: int | str) -> str:
 
 
 def _describe_problem(error: ErrorDetails, cls: type[Settings], other_names: Mapping[str, OtherName]) -> str:
-    """Describe a problem without its location."""
     kind, value, location = error["type"], error["input"], error["loc"]
     context = error.get("ctx", {})
     if kind == "extra_forbidden":
@@ -315,7 +313,6 @@ def _find_targets(
 
 
 def list_paths(cls: type[Settings], prefix: str = "") -> Iterable[str]:
-    """List the dotted path of every field under a class."""
     for name, info in cls.written_fields().items():
         yield prefix + name
         inner = section_class(info)

@@ -427,7 +427,6 @@ def _is_vector(given: Any) -> bool:
 
 
 def show(value: Any) -> str:
-    """Format a wrong value for an error message."""
     try:
         text = str(value) if value is None or isinstance(value, Number) else repr(value)
     except Exception:  # a user's class may raise anything, and so may a huge number

@@ -106,12 +106,10 @@ class Dataset:
 
     @property
     def skipped(self) -> int:
-        """Number of skipped records, or pairs of a record."""
         return sum(source.skipped for source in self.sources)
 
     @property
     def too_long(self) -> int:
-        """Number of skipped records that are too long."""
         return sum(source.too_long for source in self.sources)
 
     @property

@@ -234,7 +234,6 @@ class _Notes:
         """Sequences that came from conversations with several."""
 
     def see(self, what: str, origin: str) -> None:
-        """Register a record or an item of a kind."""
         self._counts[what] += 1
         self._first.setdefault(what, origin)
 

@@ -174,7 +174,6 @@ def _has_json(type: Any) -> bool:
 
 
 def _decode_json(value: Any, type: Any) -> Any:
-    """Decode the JSON text in a value of an Arrow type."""
     import pyarrow
 
     if value is None or not _has_json(type):

@@ -110,7 +110,6 @@ class Reader:
         return [(conversation,) for conversation in written]
 
     def pairs(self, record: Fields) -> list[Item]:
-        """Read preferred and other answers to one prompt."""
         form = FORMS["pair"]
         if form.is_other(record):
             _require(record, form.other_fields, form.accepted)
@@ -171,7 +170,6 @@ class Reader:
         return [(Steps(_string(record, "prompt"), tuple(ended)),)]
 
     def prompts(self, record: Fields) -> list[Item]:
-        """Read a prompt for generation."""
         prompt = self.prompt(record)
         if isinstance(prompt, str) and not self._is_conversation(record):
             return [(Text(prompt, None),)]
@@ -241,7 +239,6 @@ READERS: Mapping[str, Callable[[Reader, Fields], list[Item]]] = MappingProxyType
 
 
 def further_fields(form: str, record: Fields) -> Fields:
-    """List the extra columns of a record of a form."""
     read = FORMS[form].fields_of(record)
     return {name: value for name, value in record.items() if name not in read}
 
@@ -346,7 +343,6 @@ def _message(turn: Fields, field: str) -> Message:
 
 
 def _part(part: Any, field: str) -> str:
-    """Read a part of a content list."""
     kind = part.get("type", "text") if isinstance(part, dict) else None
     if kind != "text":
         what = type(part).__name__ if kind is None else f"of type {kind!r}"

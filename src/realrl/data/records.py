@@ -65,7 +65,6 @@ def _find_files(source: str) -> list[str]:
 
 
 def _not_understood(file: str) -> str:
-    """Write the error message for a file without a known ending."""
     suffix = Path(file).suffix.lower()
     if suffix in (".zip", ".bz2", ".xz", ".tar", ".tgz", ".gz", ".zst"):
         return (

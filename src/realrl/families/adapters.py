@@ -109,7 +109,6 @@ def add_adapters(tensors: Sequence[TensorSpec], lora: LowRank) -> tuple[TensorSp
 
 
 def is_adapted(module: AdaptedModule, lora: LowRank) -> bool:
-    """Tell whether a matrix has an adapter."""
     return lora.targets is None or module.target in lora.targets
 
 

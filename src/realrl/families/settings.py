@@ -155,12 +155,10 @@ class ConfigReader:
         return ConfigReader(value, f"{self.where}: {key}")
 
     def fail(self, problem: str) -> UserError:
-        """Make an error that names the file."""
         return UserError(f"{self.where}: {problem}")
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """All settings, unchanged."""
         return self._config
 
     @property
@@ -275,7 +273,6 @@ def read_windows(
 
 
 def write_windows(shape: ModelShape) -> dict[str, Any]:
-    """Write the settings that `read_windows` reads."""
     windowed = set(shape.windowed_layers)
     return {
         "sliding_window": shape.window,
@@ -316,7 +313,6 @@ def read_rope_by_layer_type(
 
 
 def write_rope_by_layer_type(shape: ModelShape, windowed: str | None) -> dict[str, Any]:
-    """Write the settings that `read_rope_by_layer_type` reads."""
     written = write_rope(shape)
     theta = shape.windowed_rope_theta or shape.rope_theta
     kinds = {FULL: written["rope_parameters"], WINDOWED: {"rope_type": "default", "rope_theta": theta}}
@@ -327,7 +323,6 @@ def write_rope_by_layer_type(shape: ModelShape, windowed: str | None) -> dict[st
 def _read_rotation(
     config: ConfigReader, rope: ConfigReader, head_dim: int, defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Read base, rotated dims and scaling of rotary embeddings."""
     theta = rope.number("rope_theta", config.number("rope_theta", defaults.get("rope_theta", 10000.0)))
     usual = defaults.get("partial_rotary_factor")
     share = rope.number(
@@ -375,7 +370,6 @@ def _read_scaling(config: ConfigReader, rope: ConfigReader, kind: str) -> dict[s
 
 
 def write_rope(shape: ModelShape) -> dict[str, Any]:
-    """Write the settings that `read_rope` reads."""
     scaling = shape.rope_scaling
     rope: dict[str, Any] = {"rope_type": "default"}
     if scaling is not None:
@@ -414,7 +408,6 @@ def read_layer(config: ConfigReader, usual: LayerOptions | None = None, **others
 
 
 def write_layer(options: LayerOptions) -> dict[str, Any]:
-    """Write the settings that `read_layer` reads."""
     return {"attention_bias": options.qkv_bias, "hidden_act": write_activation(options)}
 
 
@@ -424,7 +417,6 @@ def read_activation(config: ConfigReader, usual: Activation = "silu", key: str =
 
 
 def write_activation(options: LayerOptions) -> str:
-    """Name the activation as files do."""
     return _ACTIVATION_NAMES[options.activation]
 
 
@@ -448,7 +440,6 @@ def read_mixture(config: ConfigReader, *, experts: int, per_token: int, normalis
 
 
 def write_mixture(shape: ModelShape) -> dict[str, Any]:
-    """Write the settings that `read_mixture` reads."""
     mixture = shape.mixture
     assert mixture is not None, "`check_writing` refuses such shapes"
     return {**dict.fromkeys(_NAMES, mixture.experts), "num_experts_per_tok": mixture.per_token}

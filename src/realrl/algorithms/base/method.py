@@ -64,7 +64,6 @@ class Metrics:
         self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
 
     def update(self, other: "Metrics") -> None:
-        """Add another collection to this one."""
         for name, (total, weight) in other.means.items():
             self.mean(name, total, weight)
         for name, value in other.maxima.items():
@@ -77,7 +76,6 @@ class Metrics:
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> "Metrics":
-        """Read what `to_plain` wrote."""
         metrics = cls()
         for name, (total, weight) in plain["means"].items():
             metrics.mean(name, torch.tensor(total, dtype=torch.float64), weight)
@@ -105,7 +103,6 @@ class GenerateMethod:
     prompts: str = "prompts"
 
     def sampling_of(self, *, evaluation: bool) -> GenerationConfig:
-        """Choose the settings of evaluation or of training."""
         return self.eval_sampling if evaluation else self.sampling
 
 

@@ -125,7 +125,6 @@ class LimitedRunner:
     """
 
     def __init__(self, label: str) -> None:
-        """`label`: name of the reward in messages."""
         self._label = label
         self._abandoned: list[threading.Thread] = []
 

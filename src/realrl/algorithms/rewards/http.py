@@ -170,7 +170,6 @@ class HttpScorer(Scorer):
         return self._config.fields
 
     def score(self, count: int, arguments: Mapping[str, list[Any]]) -> list[Score]:
-        """Ask for all scores, some requests at a time."""
         batched = self._config.kind == "json"
         size = self._config.batch if batched else 1
         parts = [

@@ -88,7 +88,6 @@ class RewardInference:
         return batch[f"{self._options.prefix}sequences"]
 
     def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
-        """Compute one number per sequence."""
         assert output.values is not None
         return {self._options.key: Ragged.scalars(last_of_rows(output.values, output.lengths).double())}
 
@@ -115,7 +114,6 @@ class RewardFunction:
     """
 
     def __init__(self, name: str, term: RewardTerm, options: ScoreOptions = _USUAL) -> None:
-        """`name` is that of the term."""
         self._term, self._options = term, options
         self._scorer = make_scorer(name, term)
         self._runner = LimitedRunner(self._scorer.label)
@@ -257,7 +255,6 @@ class RewardSum:
         pass
 
     def call(self, inputs: FunctionInput) -> tuple[dict[str, Ragged], Metrics]:
-        """Add up the terms of each sequence."""
         batch = inputs.batch
         total = torch.zeros(len(batch), dtype=torch.float64)
         applies = torch.zeros(len(batch), dtype=torch.bool)
