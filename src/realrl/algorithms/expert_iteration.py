@@ -15,7 +15,7 @@ from realrl.algorithms.policy import (
     infer_on_sequences,
     train_on_sequences,
 )
-from realrl.algorithms.rewards.graph import list_score_keys, score_sequences
+from realrl.algorithms.rewards.config import list_score_keys, score_sequences
 from realrl.config.base import Settings
 from realrl.config.lazy import import_later
 from realrl.dataflow.graph import DataflowGraph

@@ -17,8 +17,7 @@ from realrl.algorithms.base.method import (
 from realrl.algorithms.base.rows import Responses, add_answer_means, gather_samples
 from realrl.algorithms.base.scoring import UnscoredError
 from realrl.algorithms.expert_iteration import ExpertIterationConfig, ExpertIterationExperiment
-from realrl.algorithms.kl import sequence_kl
-from realrl.algorithms.policy_loss import RefInference
+from realrl.algorithms.policy_loss import RefInference, sequence_kl
 from realrl.algorithms.rewards.config import may_skip
 from realrl.algorithms.rewards.methods import make_reward_methods
 from realrl.data.batch import Batch, Ragged, copy_numbers

@@ -5,8 +5,14 @@ from typing import Any, Literal, Self, TypeVar
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from realrl.algorithms.rewards.config import Rewards, RewardSetting, check_models, find_answer_reader
-from realrl.algorithms.rewards.graph import list_score_keys, score_sequences
+from realrl.algorithms.rewards.config import (
+    Rewards,
+    RewardSetting,
+    check_models,
+    find_answer_reader,
+    list_score_keys,
+    score_sequences,
+)
 from realrl.config.base import PRESENCE, Settings
 from realrl.config.explain import brief
 from realrl.dataflow.call import Call, Key, Kind, MovingAverage

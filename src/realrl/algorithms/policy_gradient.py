@@ -20,7 +20,7 @@ from realrl.algorithms.policy import (
     list_averages,
     train_on_sequences,
 )
-from realrl.algorithms.rewards.graph import list_score_keys, score_sequences
+from realrl.algorithms.rewards.config import list_score_keys, score_sequences
 from realrl.config.base import derive_settings
 from realrl.config.lazy import import_later
 from realrl.dataflow.call import Call, Key, Kind

@@ -15,14 +15,17 @@ from realrl.algorithms.base.method import (
 )
 from realrl.algorithms.base.rows import Responses, add_answer_means, gather_samples
 from realrl.algorithms.base.scoring import UnscoredError
-from realrl.algorithms.kl import MAX_LOG_RATIO, KLController, estimate_kl, sequence_kl
 from realrl.algorithms.policy_gradient import GREEDY, PolicyGradientConfig, PolicyGradientExperiment
 from realrl.algorithms.policy_loss import (
+    MAX_LOG_RATIO,
+    KLController,
     LogprobsInference,
     PolicyTrain,
     RefInference,
     compute_policy_loss,
+    estimate_kl,
     global_moments,
+    sequence_kl,
     whiten,
 )
 from realrl.algorithms.rewards.config import may_skip

@@ -20,8 +20,7 @@ from realrl.algorithms.policy import (
     list_averages,
     train_on_sequences,
 )
-from realrl.algorithms.rewards.config import Rewards
-from realrl.algorithms.rewards.graph import list_score_keys, score_sequences
+from realrl.algorithms.rewards.config import Rewards, list_score_keys, score_sequences
 from realrl.config.lazy import import_later
 from realrl.dataflow.call import Key, MovingAverage
 from realrl.dataflow.graph import DataflowGraph

@@ -1,8 +1,12 @@
 """Sampling without training, which `realrl generate` runs: settings, calls and description. No torch."""
 
 from realrl.algorithms.policy import GENERATE, KEYS
-from realrl.algorithms.rewards.config import RewardSetting, find_answer_reader
-from realrl.algorithms.rewards.graph import list_score_keys, score_sequences
+from realrl.algorithms.rewards.config import (
+    RewardSetting,
+    find_answer_reader,
+    list_score_keys,
+    score_sequences,
+)
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, get_eval_generation
 from realrl.recipe.experiment import Experiment, Models

@@ -20,8 +20,7 @@ from realrl.algorithms.base.scoring import (
     Score,
     TimeLimitError,
 )
-from realrl.algorithms.rewards.config import SINGLE, Rewards, RewardTerm, is_mixture, name_key
-from realrl.algorithms.rewards.graph import SUM, name_call
+from realrl.algorithms.rewards.config import SINGLE, SUM, Rewards, RewardTerm, is_mixture, name_call, name_key
 from realrl.algorithms.rewards.scorers import make_scorer
 from realrl.config.errors import UserCodeError
 from realrl.data.batch import Batch, Ragged
