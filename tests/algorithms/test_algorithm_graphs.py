@@ -37,11 +37,7 @@ def experiment(algorithm: str, *, evaluate: bool = True, **settings: object) -> 
     [
         ("sft", ["actor.train"], ("tokens", "loss_mask")),
         ("reward", ["reward.train"], ("chosen", "rejected", "pairs_of_prompt")),
-        (
-            "ppo",
-            list(PPO_CALLS),
-            ("prompts",),
-        ),
+        ("ppo", list(PPO_CALLS), ("prompts",)),
     ],
 )
 def test_a_step_runs_these_calls_on_these_columns(

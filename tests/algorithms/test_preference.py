@@ -13,11 +13,7 @@ from torch import Tensor
 
 from realrl.algorithms.base.method import Metrics, ModelOutput
 from realrl.algorithms.preference import PreferenceConfig
-from realrl.algorithms.preference_loss import (
-    PreferenceMethod,
-    RefLogprobs,
-    compute_preference_loss,
-)
+from realrl.algorithms.preference_loss import PreferenceMethod, RefLogprobs, compute_preference_loss
 from realrl.config.errors import UserError
 from realrl.data.batch import Batch, Ragged
 from realrl.recipe.experiment import Experiment
@@ -184,12 +180,7 @@ DPO_SETTINGS = {"beta": 0.3, "label_smoothing": 0.0}
     [
         ("dpo", {"beta": 0.3}, "dpo", DPO_SETTINGS),
         ("dpo", {"beta": 0.3, "loss": "hinge"}, "dpo", {**DPO_SETTINGS, "loss_types": ["hinge"]}),
-        (
-            "dpo",
-            {"beta": 0.3, "loss": "ipo"},
-            "dpo",
-            {**DPO_SETTINGS, "loss_types": ["ipo"]},
-        ),
+        ("dpo", {"beta": 0.3, "loss": "ipo"}, "dpo", {**DPO_SETTINGS, "loss_types": ["ipo"]}),
         (
             "dpo",
             {"beta": 0.3, "loss": "robust", "label_smoothing": 0.2},

@@ -2,13 +2,7 @@
 
 import pytest
 
-from realrl.config.redaction import (
-    has_credentials,
-    is_secret_name,
-    redact,
-    redact_code,
-    redact_settings,
-)
+from realrl.config.redaction import has_credentials, is_secret_name, redact, redact_code, redact_settings
 
 ENVIRONMENT = {
     "WANDB_API_KEY": "abcdefgh-wandb",

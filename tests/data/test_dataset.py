@@ -18,13 +18,7 @@ ENDS = (1,)
 
 def test_a_batch_holds_the_items_asked_for_as_int64(tokenizer, write, settings):
     data = Dataset.load(
-        write([{"prompt": p} for p in ("a", "b", "c")]),
-        "prompt",
-        PROMPTS,
-        tokenizer,
-        settings(),
-        1,
-        ENDS,
+        write([{"prompt": p} for p in ("a", "b", "c")]), "prompt", PROMPTS, tokenizer, settings(), 1, ENDS
     )
     batch = data.batch([2, 0])
     assert batch.ids == (0, 1)
@@ -71,13 +65,7 @@ def test_skipped_records_are_counted_with_reasons(tokenizer, write, settings):
         [{"prompt": "a"}, "{not json", {"prompt": 1}, "[]", "", {"prompt": "qzqzqz"}, {"prompt": "b"}]
     )
     data = Dataset.load(
-        source,
-        "prompt",
-        PROMPTS,
-        tokenizer,
-        settings(on_error="skip", max_prompt_tokens=6),
-        1,
-        ENDS,
+        source, "prompt", PROMPTS, tokenizer, settings(on_error="skip", max_prompt_tokens=6), 1, ENDS
     )
     assert (len(data), data.skipped) == (2, 4)
     assert sorted(reason.split(":")[1] for reason in data.reasons) == ["2", "3", "4", "6"]
@@ -112,13 +100,7 @@ def test_without_beginning_of_sequence_the_first_token_of_an_answer_alone_is_not
     bare, write, settings
 ):
     data = Dataset.load(
-        write([{"prompt": "", "answer": "qz"}]),
-        "answer",
-        ("tokens", "loss_mask"),
-        bare,
-        settings(),
-        1,
-        ENDS,
+        write([{"prompt": "", "answer": "qz"}]), "answer", ("tokens", "loss_mask"), bare, settings(), 1, ENDS
     )
     batch = data.batch([0])
     assert bare.convert_ids_to_tokens(batch["tokens"].values.tolist()) == ["q", "z", "</s>"]
@@ -189,13 +171,7 @@ def test_conversations_need_no_note(chat_tokenizer, write, settings, applied):
     source = write([{"messages": [{"role": "user", "content": "a"}]}])
     assert (
         Dataset.load(
-            source,
-            "prompt",
-            PROMPTS,
-            chat_tokenizer,
-            settings(apply_chat_template=applied),
-            1,
-            ENDS,
+            source, "prompt", PROMPTS, chat_tokenizer, settings(apply_chat_template=applied), 1, ENDS
         ).notes
         == ()
     )

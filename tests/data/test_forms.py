@@ -36,13 +36,7 @@ def rows(tokenizer, write, settings):
 
 def test_prompt_and_answer_are_tokenised_apart_between_bos_and_eos(tokenizer, write, settings):
     data = Dataset.load(
-        write([{"prompt": "the c", "answer": "at sat"}]),
-        "answer",
-        SFT,
-        tokenizer,
-        settings(),
-        1,
-        ENDS,
+        write([{"prompt": "the c", "answer": "at sat"}]), "answer", SFT, tokenizer, settings(), 1, ENDS
     )
     prompt, answer = (tokenizer(t, add_special_tokens=False).input_ids for t in ("the c", "at sat"))
     batch = data.batch([0])

@@ -42,11 +42,7 @@ def test_labels_may_be_text_as_pandas_writes_them_to_tables(tokenizer, tmp_path,
 
 def test_conversations_have_labels_too(chat_tokenizer, write, settings):
     turn = {"role": "user", "content": "a"}
-    record = {
-        "prompt": [turn],
-        "completion": [{"role": "assistant", "content": "cat"}],
-        "label": False,
-    }
+    record = {"prompt": [turn], "completion": [{"role": "assistant", "content": "cat"}], "label": False}
     batch = Dataset.load(write([record]), "label", KTO, chat_tokenizer, settings(), 1, ENDS).batch([0])
     assert texts(chat_tokenizer, batch["tokens"]) == ["<|user|>a</s>\n<|assistant|>cat</s>"]
 

@@ -216,11 +216,7 @@ DISTILLATION = AlgorithmSpec(
         "teacher.inference/divergence",
         "judge",
     ),
-    curves={
-        **_CURVE,
-        "teacher_kl": "KL to the teacher per answer (nats)",
-        "judge": "independent judge",
-    },
+    curves={**_CURVE, "teacher_kl": "KL to the teacher per answer (nats)", "judge": "independent judge"},
     summary=(
         *_SUMMARY,
         SummaryMetric("judge_before", "judge", "independent judge, before", at="first"),

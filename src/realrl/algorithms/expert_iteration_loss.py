@@ -46,12 +46,7 @@ class ExpertIterationTrain(PlainTrain):
     """Likelihood of the best sampled answers."""
 
     def __init__(
-        self,
-        config: ExpertIterationConfig,
-        *,
-        prompts: int,
-        restricted: bool = False,
-        skips: bool = False,
+        self, config: ExpertIterationConfig, *, prompts: int, restricted: bool = False, skips: bool = False
     ) -> None:
         """`prompts`: number per step. `restricted`: whether sampling excludes some tokens.
 

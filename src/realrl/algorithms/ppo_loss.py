@@ -18,13 +18,7 @@ from realrl.algorithms.base.method import (
     Sum,
 )
 from realrl.algorithms.base.rows import Responses, add_answer_means
-from realrl.algorithms.policy_loss import (
-    OnSequences,
-    PolicyTrain,
-    RefInference,
-    global_moments,
-    whiten,
-)
+from realrl.algorithms.policy_loss import OnSequences, PolicyTrain, RefInference, global_moments, whiten
 from realrl.algorithms.ppo import PPOConfig, PPOExperiment
 from realrl.algorithms.ppo_experience import (
     Experience,

@@ -155,10 +155,7 @@ def _describe(name: str, about: str, **defaults: Any) -> AlgorithmSpec:
     return AlgorithmSpec(
         name=name,
         recipe=recipe,
-        roles={
-            "actor": RoleSpec("lm"),
-            "ref": RoleSpec("lm", weights_from="actor", optional=True),
-        },
+        roles={"actor": RoleSpec("lm"), "ref": RoleSpec("lm", weights_from="actor", optional=True)},
         form="pair",
         train_graph=make_preference_graph,
         eval_graph=make_preference_eval_graph,

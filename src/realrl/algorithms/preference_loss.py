@@ -7,13 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from realrl.algorithms.base.method import Metrics, ModelOutput, PlainTrain, StatelessAlgorithm, Sum
-from realrl.algorithms.base.rows import (
-    Responses,
-    add_pair_means,
-    pair_rows,
-    pair_weights,
-    rate_order,
-)
+from realrl.algorithms.base.rows import Responses, add_pair_means, pair_rows, pair_weights, rate_order
 from realrl.algorithms.preference import SIDES, PreferenceConfig, PreferenceExperiment
 from realrl.data.batch import Batch, Ragged, copy_numbers
 from realrl.dataflow.graph import DataflowGraph

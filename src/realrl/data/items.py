@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from realrl.config.errors import UserError
 from realrl.data.conversation import Conversation
-from realrl.data.record_forms import (
-    Item,
-    Reader,
-    drops_nulls,
-    further_fields,
-    is_plain_text,
-    plain_text_note,
-)
+from realrl.data.record_forms import Item, Reader, drops_nulls, further_fields, is_plain_text, plain_text_note
 from realrl.data.records import RecordReader, read_records
 from realrl.data.rejects import BadRecordError, Rejects
 from realrl.data.tokenization import Row, cut_rows, find_excess, find_problem, tokenize

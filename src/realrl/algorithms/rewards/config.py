@@ -271,10 +271,7 @@ def _score(name: str, term: RewardTerm | None, key: str, extra: tuple[str, ...],
 
 def _refer(name: str, term: RewardTerm) -> str:
     """Write the reference under which profiles keep the measured seconds of a term."""
-    built_in = {
-        "verifier": "realrl.algorithms.rewards.scorers",
-        "http": "realrl.algorithms.rewards.http",
-    }
+    built_in = {"verifier": "realrl.algorithms.rewards.scorers", "http": "realrl.algorithms.rewards.http"}
     return term.function or f"{built_in[term.source]}:{name}"
 
 

@@ -132,11 +132,7 @@ GPT_NEOX = describe(
 )
 
 
-_STARCODER_DEFAULTS = {
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
-}
+_STARCODER_DEFAULTS = {"num_key_value_heads": 2, "max_position_embeddings": 4096, "tie_word_embeddings": True}
 
 
 def _read_starcoder(config: ConfigReader, fields: Settings, usual: LayerOptions) -> Settings:

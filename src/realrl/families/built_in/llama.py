@@ -24,13 +24,7 @@ from realrl.families.settings import (
 from realrl.families.shape import LayerOptions, Mixture, ModelShape
 
 LLAMA = describe(
-    "llama",
-    "Llama",
-    sizes(),
-    ATTENTION_BIAS,
-    activation(),
-    MLP_BIAS,
-    buffers=("rotary_emb.inv_freq",),
+    "llama", "Llama", sizes(), ATTENTION_BIAS, activation(), MLP_BIAS, buffers=("rotary_emb.inv_freq",)
 )
 
 _LLAMA4_DEFAULTS = {

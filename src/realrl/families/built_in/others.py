@@ -80,13 +80,7 @@ def _write_factors(shape: ModelShape, options: LayerOptions) -> Settings:
 
 
 GRANITE = describe(
-    "granite",
-    "Granite",
-    sizes(),
-    ATTENTION_BIAS,
-    activation(),
-    MLP_BIAS,
-    Part(_read_factors, _write_factors),
+    "granite", "Granite", sizes(), ATTENTION_BIAS, activation(), MLP_BIAS, Part(_read_factors, _write_factors)
 )
 
 

@@ -75,10 +75,7 @@ class AnswerVerifier(Verifier):
         raise NotImplementedError
 
     def verify_by(
-        self,
-        compare: Callable[[str, str], Score],
-        completions: list[str],
-        fields: Mapping[str, list[Any]],
+        self, compare: Callable[[str, str], Score], completions: list[str], fields: Mapping[str, list[Any]]
     ) -> list[Score]:
         """Compare each completion with its answer, by a given function in place of `compare`."""
         pairs = zip(completions, fields[self.answer], strict=True)
