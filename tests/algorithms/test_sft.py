@@ -63,18 +63,6 @@ def test_an_item_without_answer_adds_nothing_and_keeps_gradients_finite() -> Non
     assert math.isnan(metrics.result()["loss"])
 
 
-def test_a_row_without_tokens_adds_nothing_wherever_it_stands() -> None:
-    rows = {"tokens": [[], [1, 2, 3], []], "loss_mask": [[], [0, 1, 1], []]}
-    fields = {key: Ragged.of(value, dtype=torch.int64) for key, value in rows.items()}
-    batch, model = Batch((0, 1, 2), fields), TableModel()
-    losses, _ = reference_nll(batch, model)
-    train, inference = SFTMethod(), SFTMethod()
-    loss, _ = train.loss(batch, model(train.sequences(batch)))
-    assert loss.item() == pytest.approx(sum(losses), rel=1e-5) and train.weight(batch) == 2
-    outputs = inference.outputs(batch, model(inference.sequences(batch)))
-    assert outputs["nll"].values.tolist() == pytest.approx(losses, rel=1e-5)
-
-
 def test_micro_batches_add_up_to_the_batch() -> None:
     batch, method = random_batch(3, 8), SFTMethod()
     whole, parts = TableModel(), TableModel()

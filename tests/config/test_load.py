@@ -164,12 +164,6 @@ def test_a_mistake_is_one_error_message_with_the_path_of_the_field(
     assert "\n" not in str(caught.value)
 
 
-def test_the_path_of_a_field_begins_with_its_section(recipe: str) -> None:
-    with pytest.raises(UserError) as caught:
-        load_experiment(recipe, ["ppo.clip=x"])
-    assert str(caught.value) == "ppo.clip: 'x' is not a number"
-
-
 def test_a_misspelt_required_key_is_not_said_to_be_missing_as_well(recipe: str) -> None:
     for key in ("trian", "trains"):
         with pytest.raises(UserError) as caught:

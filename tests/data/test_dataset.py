@@ -71,13 +71,6 @@ def test_skipped_records_are_counted_with_reasons(tokenizer, write, settings):
     assert sorted(reason.split(":")[1] for reason in data.reasons) == ["2", "3", "4", "6"]
 
 
-def test_only_the_first_reasons_are_kept(tokenizer, write, settings):
-    source = write([{"prompt": "a"}, *[{"prompt": 1}] * 20])
-    data = Dataset.load(source, "prompt", PROMPTS, tokenizer, settings(on_error="skip"), 1, ENDS)
-    assert data.skipped == 20
-    assert len(data.reasons) == 5
-
-
 @pytest.mark.parametrize(
     ("records", "why"),
     [
@@ -166,25 +159,10 @@ def test_a_note_explains_plain_prompts_where_a_chat_template_exists(chat_tokeniz
     assert notes() == ()
 
 
-@pytest.mark.parametrize("applied", [False, True])
-def test_conversations_need_no_note(chat_tokenizer, write, settings, applied):
-    source = write([{"messages": [{"role": "user", "content": "a"}]}])
-    assert (
-        Dataset.load(
-            source, "prompt", PROMPTS, chat_tokenizer, settings(apply_chat_template=applied), 1, ENDS
-        ).notes
-        == ()
-    )
-
-
 def test_a_tokenizer_must_be_able_to_end_a_sequence(tokenizer):
     tokenizer.eos_token = None
     with pytest.raises(UserError, match="no end-of-sequence token"):
         read_stop_token_ids(tokenizer, None, len(tokenizer))
-
-
-def test_every_form_of_record_has_a_reader():
-    assert set(READERS) == set(FORMS)
 
 
 @pytest.mark.parametrize("way", ["fields", "other_fields"])
@@ -235,3 +213,7 @@ def test_messages_beside_a_prompt_leave_the_prompt_to_functions(chat_tokenizer, 
         write([record]), "prompt", PROMPTS, chat_tokenizer, settings(), 1, ENDS, lambda name: True
     )
     assert data.further == {"prompt": ["b"]}
+
+
+def test_every_form_of_record_has_a_reader():
+    assert set(READERS) == set(FORMS)
