@@ -5,24 +5,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from realrl.algorithms.base.method import (
-    GenerateMethod,
-    Method,
-    Metrics,
-    ModelOutput,
-    PlainTrain,
-    StatelessAlgorithm,
-    Sum,
-)
+from realrl.algorithms.base.method import Metrics, ModelOutput, PlainTrain, StatelessAlgorithm, Sum
 from realrl.algorithms.base.rows import Responses, add_answer_means, gather_samples
 from realrl.algorithms.base.scoring import UnscoredError
 from realrl.algorithms.expert_iteration import ExpertIterationConfig, ExpertIterationExperiment
-from realrl.algorithms.policy_loss import RefInference, sequence_kl
+from realrl.algorithms.policy_loss import make_sampling_methods, sequence_kl
 from realrl.algorithms.rewards.config import may_skip
-from realrl.algorithms.rewards.methods import make_reward_methods
 from realrl.data.batch import Batch, Ragged, copy_numbers
 from realrl.dataflow.graph import DataflowGraph
-from realrl.recipe.algorithm import get_eval_generation
 
 
 def select_answers(scores: Tensor, *, keep: int | None, threshold: float | None) -> Tensor:
@@ -129,20 +119,14 @@ class ExpertIterationAlgorithm(StatelessAlgorithm):
     def __init__(
         self, experiment: ExpertIterationExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
     ) -> None:
-        generation, reward = experiment.generation, experiment.reward
-        evaluated = get_eval_generation(experiment)
+        generation = experiment.generation
         train = ExpertIterationTrain(
             experiment.expert_iteration,
             prompts=experiment.data.batch,
             restricted=generation.restricted,
-            skips=may_skip(reward),
+            skips=may_skip(experiment.reward),
         )
-        methods: dict[str, Method] = {
-            "actor.generate": GenerateMethod(generation, evaluated),
-            "ref.inference": RefInference(restricted=evaluated.skews(generation.temperature)),
-            "actor.train": train,
-            **make_reward_methods(reward),
-        }
+        methods = {**make_sampling_methods(experiment), "actor.train": train}
         super().__init__(graph, eval_graph, methods, generation.temperature)
         self._threshold = experiment.expert_iteration.threshold
 

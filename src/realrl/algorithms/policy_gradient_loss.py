@@ -5,14 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from realrl.algorithms.base.method import (
-    GenerateMethod,
-    Method,
-    Metrics,
-    ModelOutput,
-    StatelessAlgorithm,
-    Sum,
-)
+from realrl.algorithms.base.method import GenerateMethod, Metrics, ModelOutput, StatelessAlgorithm, Sum
 from realrl.algorithms.base.rows import Responses, add_answer_means, gather_samples
 from realrl.algorithms.base.scoring import UnscoredError
 from realrl.algorithms.policy_gradient import GREEDY, PolicyGradientConfig, PolicyGradientExperiment
@@ -21,10 +14,10 @@ from realrl.algorithms.policy_loss import (
     KLController,
     LogprobsInference,
     PolicyTrain,
-    RefInference,
     compute_policy_loss,
     estimate_kl,
     global_moments,
+    make_sampling_methods,
     sequence_kl,
     whiten,
 )
@@ -32,7 +25,6 @@ from realrl.algorithms.rewards.config import may_skip
 from realrl.algorithms.rewards.methods import make_reward_methods
 from realrl.data.batch import Batch, Ragged, copy_numbers
 from realrl.dataflow.graph import DataflowGraph
-from realrl.recipe.algorithm import get_eval_generation
 
 # Advantages of groups are tables [prompts, samples] of float64, with NaN for answers that have no reward.
 
@@ -274,7 +266,6 @@ class PolicyGradientAlgorithm(StatelessAlgorithm):
         self, experiment: PolicyGradientExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
     ) -> None:
         generation, reward = experiment.generation, experiment.reward
-        evaluated = get_eval_generation(experiment)
         greedy = generation.model_copy(update={"greedy": True})
         self._train = PolicyGradientTrain(
             experiment.policy,
@@ -283,13 +274,11 @@ class PolicyGradientAlgorithm(StatelessAlgorithm):
             restricted=generation.restricted,
             skips=may_skip(reward),
         )
-        methods: dict[str, Method] = {
-            "actor.generate": GenerateMethod(generation, evaluated),
+        methods = {
+            **make_sampling_methods(experiment),
             "actor.generate_greedy": GenerateMethod(greedy, greedy),
             "actor.inference": LogprobsInference("old_logprobs"),
-            "ref.inference": RefInference(restricted=evaluated.skews(generation.temperature)),
             "actor.train": self._train,
-            **make_reward_methods(reward),
             **make_reward_methods(reward, prefix=GREEDY),
         }
         super().__init__(graph, eval_graph, methods, generation.temperature)

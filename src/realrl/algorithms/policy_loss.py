@@ -6,10 +6,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from realrl.algorithms.base.method import Metrics, ModelOutput, PlainInference, PlainTrain, Sum
+from realrl.algorithms.base.method import (
+    GenerateMethod,
+    Method,
+    Metrics,
+    ModelOutput,
+    PlainInference,
+    PlainTrain,
+    Sum,
+)
 from realrl.algorithms.base.rows import Responses
-from realrl.algorithms.policy import KLConfig, KLEstimator
+from realrl.algorithms.policy import KLConfig, KLEstimator, RewardedExperiment
+from realrl.algorithms.rewards.methods import make_reward_methods
 from realrl.data.batch import Batch, Ragged
+from realrl.recipe.algorithm import get_eval_generation
 
 # exp() of this is finite in float32; an infinite ratio would turn the zero gradient of its clipped branch into NaN.
 # No ratio that training should follow comes near e^20.
@@ -247,3 +257,15 @@ class PolicyTrain(OnSequences, PlainTrain):
         if not self._updated:
             change = (logprobs.detach() - old_logprobs).abs()
             metrics.max("sampler_trainer_mismatch", change.max() if len(change) else change.new_zeros(()))
+
+
+def make_sampling_methods(
+    experiment: RewardedExperiment, *, finished_only: bool = False
+) -> dict[str, Method]:
+    """Make the methods that sample, score and compare with the reference; `finished_only` as in `ScoreOptions`."""
+    generation, evaluated = experiment.generation, get_eval_generation(experiment)
+    return {
+        "actor.generate": GenerateMethod(generation, evaluated),
+        "ref.inference": RefInference(restricted=evaluated.skews(generation.temperature)),
+        **make_reward_methods(experiment.reward, finished_only=finished_only),
+    }

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 
 from realrl.algorithms.base.method import (
-    GenerateMethod,
-    Method,
     Metrics,
     ModelOutput,
     PlainInference,
@@ -18,7 +16,13 @@ from realrl.algorithms.base.method import (
     Sum,
 )
 from realrl.algorithms.base.rows import Responses, add_answer_means
-from realrl.algorithms.policy_loss import OnSequences, PolicyTrain, RefInference, global_moments, whiten
+from realrl.algorithms.policy_loss import (
+    OnSequences,
+    PolicyTrain,
+    global_moments,
+    make_sampling_methods,
+    whiten,
+)
 from realrl.algorithms.ppo import PPOConfig, PPOExperiment
 from realrl.algorithms.ppo_experience import (
     Experience,
@@ -29,10 +33,8 @@ from realrl.algorithms.ppo_experience import (
     to_reward_scale,
 )
 from realrl.algorithms.rewards.config import may_skip
-from realrl.algorithms.rewards.methods import make_reward_methods
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.graph import DataflowGraph
-from realrl.recipe.algorithm import get_eval_generation
 
 
 class ActorTrain(PolicyTrain):
@@ -196,20 +198,13 @@ class PPOAlgorithm(StatelessAlgorithm):
     def __init__(
         self, experiment: PPOExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
     ) -> None:
-        config, generation, reward = experiment.ppo, experiment.generation, experiment.reward
+        config, generation = experiment.ppo, experiment.generation
         self._config, self._generation = config, generation
-        evaluated = get_eval_generation(experiment)
-        restricted, skips = generation.restricted, may_skip(reward)
+        restricted, skips = generation.restricted, may_skip(experiment.reward)
         actor = ActorTrain(config, restricted=restricted, skips=skips)
         critic = CriticTrain(config, restricted=restricted, skips=skips)
-        methods: dict[str, Method] = {
-            "actor.generate": GenerateMethod(generation, evaluated),
-            "ref.inference": RefInference(restricted=evaluated.skews(generation.temperature)),
-            "critic.inference": CriticInference(config),
-            "actor.train": actor,
-            "critic.train": critic,
-            **make_reward_methods(reward, finished_only=config.truncated == "bootstrap"),
-        }
+        methods = make_sampling_methods(experiment, finished_only=config.truncated == "bootstrap")
+        methods |= {"critic.inference": CriticInference(config), "actor.train": actor, "critic.train": critic}
         super().__init__(graph, eval_graph, methods, generation.temperature)
         self._experience_makers = (actor.experience_maker, critic.experience_maker)
 
