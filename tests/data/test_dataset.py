@@ -5,6 +5,7 @@ import torch
 
 from realrl.config.errors import UserError
 from realrl.data import items
+from realrl.data.conversation import ChatTemplate
 from realrl.data.dataset import Dataset
 from realrl.data.record_forms import READERS, Reader, further_fields
 from realrl.data.rejects import BadRecordError
@@ -160,7 +161,7 @@ def test_the_reader_of_a_form_needs_its_fields_and_no_others(chat_tokenizer, for
     values = {"messages": turns, "pos_answers": ["a"], "neg_answers": ["b"], "answers": ["a", "b"]}
     values |= {"completions": ["a"], "labels": [True]}
     record = {name: values.get(name, "text") for name in getattr(FORMS[form], way)}
-    reader = Reader(chat_tokenizer, ranked=2)
+    reader = Reader(ChatTemplate(chat_tokenizer), ranked=2)
     assert READERS[form](reader, record)
     assert further_fields(form, {**record, "level": 1}) == {"level": 1}
     for name in record:

@@ -8,7 +8,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from realrl.config.errors import UserError
-from realrl.data.conversation import Conversation
+from realrl.data.conversation import ChatTemplate, Conversation
 from realrl.data.record_forms import Item, Reader, drops_nulls, further_fields, is_plain_text, plain_text_note
 from realrl.data.records import RecordReader, read_records
 from realrl.data.rejects import BadRecordError, Rejects
@@ -126,13 +126,12 @@ class ItemReader:
         except BadRecordError as error:
             raise UserError(f"data.chat_template_kwargs: {error}") from None
         self._reader = Reader(
-            tokenizer=tokenizer,
+            template=ChatTemplate(tokenizer, options),
             apply_chat_template=config.apply_chat_template,
             train_on=config.train_on,
             max_pairs=config.max_pairs_per_prompt,
             seed=seed,
             ranked=sum(key.startswith("answer_") for key in keys),
-            template_options=options,
         )
         self._absent = set(config.columns)
         self._number = 0

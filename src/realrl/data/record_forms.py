@@ -22,7 +22,7 @@ Records written in another usual way are rewritten first, see `data/variants.py`
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,7 +30,7 @@ from zlib import crc32
 
 from realrl.config.errors import UserError
 from realrl.config.explain import nearest
-from realrl.data.conversation import Conversation, Message, write_conversation, write_prompt, write_side
+from realrl.data.conversation import ChatTemplate, Conversation, Message
 from realrl.data.order import permute
 from realrl.data.rejects import BadRecordError
 from realrl.data.tools import drop_nulls, read_calls, read_template_options
@@ -66,19 +66,18 @@ Item = tuple[Text | Conversation | Steps, ...]
 class Reader:
     """Converts records to items. At most `max_pairs` pairs are drawn from a record, depending on `seed`."""
 
-    tokenizer: "PreTrainedTokenizerFast"
+    template: ChatTemplate
+    """A record's arguments of the template take precedence."""
     apply_chat_template: bool = False
     train_on: Literal["all", "last"] = "all"
     max_pairs: int = 1
     seed: int = 1
-    template_options: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of the chat template; a record's arguments take precedence."""
     ranked: int = 0
     """Number of answers in each record of ranked answers."""
 
     def __post_init__(self) -> None:
-        if self.apply_chat_template and not self.tokenizer.chat_template:
-            name = self.tokenizer.name_or_path
+        if self.apply_chat_template and not self.template.tokenizer.chat_template:
+            name = self.template.tokenizer.name_or_path
             raise UserError(
                 f"tokenizer {name} has no chat template, which data.apply_chat_template and --chat need"
             )
@@ -87,8 +86,8 @@ class Reader:
         """Read a record of a form. Raises BadRecordError for another form."""
         if is_plain_text(record) and not self.apply_chat_template:
             return READERS[form](self, record)  # without a template, `tools` may be anything
-        options = {**self.template_options, **read_template_options(record)}
-        return READERS[form](replace(self, template_options=options), record)
+        options = {**self.template.options, **read_template_options(record)}
+        return READERS[form](replace(self, template=replace(self.template, options=options)), record)
 
     def answers(self, record: Fields) -> list[Item]:
         """Read a prompt and its answer, or a conversation."""
@@ -104,9 +103,7 @@ class Reader:
         return self._conversations([*asked, *_turns_of(record, "answer")], after=len(asked))
 
     def _conversations(self, messages: list[Message], after: int = 1) -> list[Item]:
-        written = write_conversation(
-            self.tokenizer, messages, self.train_on, after=after, options=self.template_options
-        )
+        written = self.template.write_conversation(messages, self.train_on, after=after)
         return [(conversation,) for conversation in written]
 
     def pairs(self, record: Fields) -> list[Item]:
@@ -174,7 +171,7 @@ class Reader:
         if isinstance(prompt, str) and not self._is_conversation(record):
             return [(Text(prompt, None),)]
         turns = [_user(prompt)] if isinstance(prompt, str) else prompt
-        return [(write_prompt(self.tokenizer, turns, self.template_options),)]
+        return [(self.template.write_prompt(turns),)]
 
     def prompt(self, record: Fields) -> str | list[Message]:
         """Read the prompt of a record: text, or turns that end with the user's."""
@@ -222,7 +219,7 @@ class Reader:
             raise BadRecordError(f"a turn of {field!r} has weight 0; all turns of a side are compared")
         if not messages[-1].get("tool_calls"):
             _answer(messages[-1]["content"], field)
-        return write_side(self.tokenizer, messages, after, self.template_options)
+        return self.template.write_side(messages, after)
 
 
 READERS: Mapping[str, Callable[[Reader, Fields], list[Item]]] = MappingProxyType(

@@ -85,13 +85,8 @@ def _check_layers_alike(config: ConfigReader, layers: int) -> None:
 
 def _read_starts(config: ConfigReader, layers: int, unrotated: tuple[int, ...]) -> list[int]:
     """Read the sequence lengths after which chunks begin and scores are scaled; see `_START`."""
-    kinds = config.read("layer_types")
-    if kinds is None:
-        kinds = [FULL if layer in unrotated else _CHUNKED for layer in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers or any(k not in (FULL, _CHUNKED) for k in kinds):
-        raise config.fail(
-            f"layer_types={brief(kinds)} must be a list of {layers} words, each {_CHUNKED} or {FULL}"
-        )
+    usual = [FULL if layer in unrotated else _CHUNKED for layer in range(layers)]
+    kinds = config.by_layer("layer_types", usual, _CHUNKED, FULL)
     found = []
     if config.has("attention_chunk_size", _START):
         chunk = config.size("attention_chunk_size", _START)
