@@ -122,14 +122,14 @@ class _OnAnswers:
 def _find_answers(batch: Batch) -> Tensor:
     """Find the A tokens of answers among all T tokens. -> [A], ascending"""
     if "sequences" in batch.fields:
-        return Responses.of(batch["sequences"], batch["prompt_length"]).index
+        return Responses.find(batch).index
     return batch["loss_mask"].values.nonzero().squeeze(1)
 
 
 def _add_answer_means(metrics: Metrics, batch: Batch) -> None:
     """Add the length and end of sampled answers; nothing for records."""
     if "sequences" in batch.fields:
-        add_answer_means(metrics, batch, torch.tensor(float(len(_find_answers(batch)))))
+        add_answer_means(metrics, batch)
 
 
 # Distributions over the teacher's likeliest tokens.
@@ -224,7 +224,7 @@ def _compare(config: DistillationConfig, batch: Batch) -> tuple[Responses, Diver
     Metrics: `divergence`, which training lowers, is a mean over tokens. `teacher_kl` is reverse KL summed over an
     answer, mean over answers.
     """
-    answers = Responses.of(batch["sequences"], batch["prompt_length"])
+    answers = Responses.find(batch)
     logprobs, teacher = (batch[key].values[answers.index] for key in ("logprobs", DRAWN.name))
     found = estimate_divergence(config, logprobs=logprobs, teacher_logprobs=teacher)
     metrics = Metrics()
@@ -258,9 +258,6 @@ class DrawnTrain(PolicyTrain):
         self.begin_step()
         answers, found, metrics = _compare(self._config, batch)
         return batch.with_fields(advantages=answers.spread(found.advantages.float())), metrics
-
-    def weight(self, batch: Batch) -> float:
-        return len(_find_answers(batch))
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
         return self.sum_clipped_loss(batch, output, _find_answers(batch), self._config.clip)

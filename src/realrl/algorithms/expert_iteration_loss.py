@@ -73,13 +73,13 @@ class ExpertIterationTrain(PlainTrain):
 
     def _summarize(self, batch: Batch, scores: Tensor, kept: Tensor, chosen: Tensor) -> Metrics:
         metrics, count = Metrics(), len(batch)
-        answers = Responses.of(batch["sequences"], batch["prompt_length"])
+        answers = Responses.find(batch)
         given = ~scores.isnan() | (not self._skips)
         metrics.mean("score", scores[given].sum(), given.sum())
         metrics.mean("kept_score", scores[kept > 0].sum(), kept.sum())
         metrics.mean("kept", kept.sum(), count)
         metrics.mean("prompts_without_kept", (~chosen.any(1)).double().mean(), 1.0)
-        add_answer_means(metrics, batch, answers.counts)
+        add_answer_means(metrics, batch)
         if self._skips:
             metrics.mean("skipped", (~given).double().sum(), count)
         if "ref_logprobs" in batch.fields:

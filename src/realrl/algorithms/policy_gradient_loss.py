@@ -109,7 +109,7 @@ class PolicyGradientTrain(PolicyTrain):
         config = self._config
         self.begin_step()
         self._coef = self.kl.coef
-        answers = Responses.of(batch["sequences"], batch["prompt_length"])
+        answers = Responses.find(batch)
         rewards = self._rewards(batch, answers)
         table = self._gather(rewards, batch, dp_sum)
         if config.baseline == "greedy":
@@ -175,7 +175,7 @@ class PolicyGradientTrain(PolicyTrain):
         given = ~rewards.isnan() | (not self._skips)
         metrics.mean("score", batch["score"].values[given].sum(), given.sum())
         metrics.mean("reward", rewards[given].sum(), given.sum())
-        add_answer_means(metrics, batch, answers.counts)
+        add_answer_means(metrics, batch)
         if self._skips:
             metrics.mean("skipped", (~given).double().sum(), count)
         if self._config.samples > 1:
@@ -193,14 +193,14 @@ class PolicyGradientTrain(PolicyTrain):
 
     def weight(self, batch: Batch) -> float:
         """Number of answer tokens or, if all answers weigh the same, of answers."""
-        answers = self._answers(batch)
+        answers = Responses.find(batch)
         return answers.total if self._config.aggregate == "token_mean" else int((answers.counts > 0).sum())
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
         """Sum the policy loss, and the divergence if `kl.place` is `loss`, in the way of `aggregate`."""
         assert output.logprobs is not None and output.entropy is not None
         config = self._config
-        answers = self._answers(batch)
+        answers = Responses.find(batch)
         at = answers.index
         new = output.logprobs[at].float()
         sampled = batch["logprobs"].values[at]
@@ -219,9 +219,6 @@ class PolicyGradientTrain(PolicyTrain):
             reference = batch["ref_logprobs"].values[at]
             loss = loss + self._coef * estimate_kl(config.kl.estimator, logprobs=new, ref_logprobs=reference)
         return self._aggregate(loss, answers), metrics
-
-    def _answers(self, batch: Batch) -> Responses:
-        return Responses.of(batch["sequences"], batch["prompt_length"], kept=batch["kept"].values)
 
     def _log_ratio(self, log_ratio: Tensor, answers: Responses) -> Tensor:
         """Turn the log ratios of tokens into those that are clipped, see `PolicyGradientConfig.ratio`.

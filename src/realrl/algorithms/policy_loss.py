@@ -202,7 +202,7 @@ class RefInference(LogprobsInference):
         """
         metrics = Metrics()
         if "prompt_length" in batch.fields and "logprobs" in batch.fields:
-            answers = Responses.of(batch["sequences"], batch["prompt_length"])
+            answers = Responses.find(batch)
             metrics.mean("kl", sequence_kl(batch, answers, restricted=self._restricted).sum(), len(batch))
         return metrics
 
@@ -221,6 +221,10 @@ class PolicyTrain(OnSequences, PlainTrain):
         """Never stop early. The update of the first mini-batch follows."""
         self._updated = True
         return False
+
+    def weight(self, batch: Batch) -> float:
+        """Number of answer tokens that are kept."""
+        return Responses.find(batch).total
 
     def sum_clipped_loss(
         self, batch: Batch, output: ModelOutput, at: Tensor, clip: float

@@ -112,11 +112,6 @@ def add_to_batch(batch: Batch, experience: Experience, **values: Tensor) -> Batc
     return batch.with_fields(**rows, kept=Ragged.scalars(experience.kept.float()))
 
 
-def find_actions(batch: Batch) -> Responses:
-    """Find the action tokens of the sequences that are kept."""
-    return Responses.of(batch["sequences"], batch["prompt_length"], kept=batch["kept"].values)
-
-
 def to_reward_scale(values: Tensor, config: PPOConfig) -> Tensor:
     """Convert scores, or the critic's outputs, to the scale of rewards. Any shape"""
     return (values - config.reward_bias) * config.reward_scale
@@ -163,7 +158,7 @@ class ExperienceMaker:
         """Compute the experience of this rank's items, and update the statistics. Called once per step."""
         config, coef = self._config, self._kl.coef
         score, kept = self._keep(batch["score"].values, dp_sum)
-        answers = Responses.of(batch["sequences"], batch["prompt_length"])
+        answers = Responses.find(batch)
         actions = Responses.of(batch["sequences"], batch["prompt_length"], kept=kept)
         reference = batch["ref_logprobs" if "ref_logprobs" in batch.fields else "logprobs"]
         differences = batch["logprobs"].values - reference.values

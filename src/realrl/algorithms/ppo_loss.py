@@ -28,7 +28,6 @@ from realrl.algorithms.ppo_experience import (
     Experience,
     ExperienceMaker,
     add_to_batch,
-    find_actions,
     scored,
     to_reward_scale,
 )
@@ -75,14 +74,11 @@ class ActorTrain(PolicyTrain):
             metrics.mean("kl", experience.kl.sum(), count)
         if self._skips:
             metrics.mean("skipped", (~kept).double().sum(), count)
-        add_answer_means(metrics, batch, Responses.of(batch["sequences"], batch["prompt_length"]).counts)
+        add_answer_means(metrics, batch)
         return metrics
 
-    def weight(self, batch: Batch) -> int:
-        return find_actions(batch).total
-
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
-        return self.sum_clipped_loss(batch, output, find_actions(batch).index, self._config.clip)
+        return self.sum_clipped_loss(batch, output, Responses.find(batch).index, self._config.clip)
 
     def stop(self, metrics: dict[str, float]) -> bool:
         """Stop if the mean probability ratio of the mini-batch exceeds `early_stop_ratio`.
@@ -169,12 +165,12 @@ class CriticTrain(OnSequences, PlainTrain):
         metrics.mean("explained_variance", number(explained), 1.0)
         return add_to_batch(batch, experience, returns=experience.returns), metrics
 
-    def weight(self, batch: Batch) -> int:
-        return find_actions(batch).total
+    def weight(self, batch: Batch) -> float:
+        return Responses.find(batch).total
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
         assert output.values is not None
-        actions = find_actions(batch)
+        actions = Responses.find(batch)
         at, unit = actions.index, self.experience_maker.return_scale.std
         result = value_loss(
             values=to_reward_scale(output.values[at - 1].float(), self._config) / unit,

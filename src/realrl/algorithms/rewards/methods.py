@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from realrl.algorithms.base.method import FunctionInput, Method, Metrics, ModelOutput
-from realrl.algorithms.base.rows import Responses, add_answer_means, last_of_rows
+from realrl.algorithms.base.rows import add_answer_means, last_of_rows
 from realrl.algorithms.base.scoring import (
     NOT_APPLICABLE,
     SKIPPED,
@@ -70,7 +70,7 @@ def compute_score_metrics(batch: Batch, *, finished_only: bool = False, skips: b
         if skips:
             trained_on &= ~batch["score"].values.isnan()
         metrics.mean("score", batch["score"].values[trained_on].sum(), trained_on.sum())
-        add_answer_means(metrics, batch, Responses.of(batch["sequences"], batch["prompt_length"]).counts)
+        add_answer_means(metrics, batch)
     return metrics
 
 
