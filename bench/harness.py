@@ -93,6 +93,8 @@ def list_demo_overrides(demo: Path) -> list[str]:
 class SilentObserver:
     """Observer of a run that ignores everything."""
 
+    ends = False
+
     def begin(self, experiment: object, steps: int) -> None:
         """Ignore the beginning."""
 

@@ -33,6 +33,8 @@ class StepClock(SilentObserver):
     def __init__(self) -> None:
         self.ends: list[float] = []
 
+    ends = False
+
     def begin(self, experiment: object, steps: int) -> None:
         self.ends.append(time.perf_counter())
 

@@ -30,6 +30,8 @@ class StepByStep(SilentObserver):
     def __init__(self, world: World, turns: Turns) -> None:
         self._world, self._turns = world, turns
 
+    ends = False
+
     def begin(self, experiment: object, steps: int) -> None:
         self._turns.ready()
 

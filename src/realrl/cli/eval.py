@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from realrl.cli.recipe import Overrides, Recipe, find_cluster, launch_ranks, resolve_recipe
+from realrl.cli.recipe import Overrides, Recipe, launch_ranks, resolve_recipe
 
 if TYPE_CHECKING:
     from realrl.recipe.experiment import Experiment
@@ -88,6 +88,7 @@ def _check_evaluation(experiment: "Experiment") -> None:
     from realrl.huggingface.directory import check_directories
     from realrl.plan.presets import SEARCH
     from realrl.runtime.prepare.job import make_evaluation_job
+    from realrl.runtime.start import find_cluster
 
     check_directories(experiment)
     if experiment.plan != SEARCH:

@@ -71,7 +71,7 @@ def profile(
         here = _processes(request, None if experiment is None or cluster is not None else experiment.cluster)
         if here.size > 1:
             from realrl.recipe.run_settings import LaunchConfig
-            from realrl.runtime.launcher.launch import Start, check_local, launch
+            from realrl.runtime.launcher.launch import Start, check_local, launch, report_outcome
             from realrl.runtime.launcher.local import LocalRanks
 
             check_local(here)
@@ -86,7 +86,7 @@ def profile(
                 word for name, values in options for value in values or [] for word in (name, value)
             ]
             arguments += ["--quick"] * quick + ["--again"] * again
-            raise typer.Exit(launch(Start(here, arguments), LaunchConfig(), LocalRanks))
+            raise typer.Exit(report_outcome(launch(Start(here, arguments), LaunchConfig(), LocalRanks)))
     from realrl.cli.progress.profiling import ProfileProgress
     from realrl.runtime.profiler.driver import profile as run
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from realrl.plan.cluster import Cluster
     from realrl.recipe.experiment import Experiment
 
 Recipe = Annotated[
@@ -45,40 +44,6 @@ def resolve_recipe(given: str, overrides: Sequence[str] | None) -> tuple[str, li
     return str(directory / CONFIG), [*started, *(overrides or [])]
 
 
-def find_cluster(experiment: "Experiment") -> "Cluster":
-    """Find the cluster of a recipe. Only `auto` imports torch, to count GPUs."""
-    from realrl.runtime.prepare.cluster import written_cluster
-
-    cluster = written_cluster(experiment.cluster)
-    if cluster is not None:
-        return cluster
-    from realrl.runtime.processes.process import resolve_cluster
-
-    return resolve_cluster(experiment.cluster, experiment.device)
-
-
-def find_training_cluster(experiment: "Experiment") -> "Cluster":
-    """Find the cluster that a recipe trains on.
-
-    For `auto` on CPUs, the planner chooses the number of processes, and a note explains the choice.
-    """
-    from realrl.runtime.prepare.cluster import written_cluster
-    from realrl.runtime.processes.environment import under_launcher
-
-    if under_launcher() or written_cluster(experiment.cluster) is not None:
-        return find_cluster(experiment)
-    if experiment.device != "cpu":
-        from realrl.runtime.processes.process import use_cuda
-
-        if use_cuda(experiment.device):
-            return find_cluster(experiment)
-    from realrl.runtime.prepare.processes import choose_processes
-
-    choice = choose_processes(experiment)
-    typer.echo(f"note: cluster=auto chose {choice}", err=True)
-    return choice.chosen.cluster
-
-
 def launch_ranks(experiment: "Experiment", arguments: Sequence[str], *, recipe: bool = True) -> None:
     """Run `realrl ARGUMENTS` in one local process per device, and exit with their status.
 
@@ -87,8 +52,9 @@ def launch_ranks(experiment: "Experiment", arguments: Sequence[str], *, recipe: 
     UserError if this machine cannot run the cluster.
     """
     from realrl.runtime.launcher.checks import check_start, note_crowd
-    from realrl.runtime.launcher.launch import Start, launch
+    from realrl.runtime.launcher.launch import Start, launch, report_outcome
     from realrl.runtime.launcher.local import LocalRanks
+    from realrl.runtime.start import find_cluster
 
     cluster = find_cluster(experiment)
     if cluster.size == 1:
@@ -97,4 +63,5 @@ def launch_ranks(experiment: "Experiment", arguments: Sequence[str], *, recipe: 
     here, plan = check_start(experiment, cluster, say)
     note_crowd(cluster, here, say)
     start = Start.of(arguments, experiment, cluster, plan)
-    raise typer.Exit(launch(start if recipe else replace(start, recipe=None), experiment.launch, LocalRanks))
+    outcome = launch(start if recipe else replace(start, recipe=None), experiment.launch, LocalRanks)
+    raise typer.Exit(report_outcome(outcome))

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from realrl.cli.recipe import Overrides, Recipe, find_training_cluster, resolve_recipe
+from realrl.cli.recipe import Overrides, Recipe, resolve_recipe
 
 if TYPE_CHECKING:
+    from realrl.recipe.experiment import Experiment
     from realrl.runtime.prepare.job import Job
 
 
@@ -27,19 +28,27 @@ def show(
     It draws the work of each device over a step, and lists the bytes of each reallocation and the memory of each
     device. See docs/plans.md.
     """
-    from realrl.plan.presets import SEARCH
-    from realrl.recipe.load import dump_experiment, load_experiment
-    from realrl.runtime.prepare.devices import search_spec
-    from realrl.runtime.prepare.fit.check import check_fit
-    from realrl.runtime.prepare.fit.plan_cache import cached_plan
-    from realrl.runtime.prepare.gpu import ask_machine
-    from realrl.runtime.prepare.job import make_job
+    from realrl.recipe.load import load_experiment
 
     recipe, overrides = resolve_recipe(recipe, overrides)
     experiment = load_experiment(recipe, overrides)
     if plan is not None:
         experiment = experiment.model_copy(update={"plan": plan})
-    cluster = find_training_cluster(experiment)
+    show_experiment(experiment, programs=programs)
+
+
+def show_experiment(experiment: "Experiment", *, programs: bool) -> None:
+    """Print a recipe, its graphs and its plan; with `programs` also the program of every rank."""
+    from realrl.plan.presets import SEARCH
+    from realrl.recipe.load import dump_experiment
+    from realrl.runtime.prepare.devices import search_spec
+    from realrl.runtime.prepare.fit.check import check_fit
+    from realrl.runtime.prepare.fit.plan_cache import cached_plan
+    from realrl.runtime.prepare.gpu import ask_machine
+    from realrl.runtime.prepare.job import make_job
+    from realrl.runtime.start import find_training_cluster
+
+    cluster = find_training_cluster(experiment, partial(typer.echo, err=True))
     found = None
     if experiment.plan == SEARCH:
         spec = search_spec(experiment, cluster, ask_machine(experiment.device))

@@ -158,6 +158,8 @@ def _rename(path: Sequence[str], value: Any, recipe: type[Settings] | None) -> t
 def _list_unknown(section: Mapping[str, Any], cls: type[Settings]) -> Iterator[list[str]]:
     """List the paths of keys that are not settings."""
     for key, value in section.items():
+        if not isinstance(key, str):
+            continue  # validation names it
         inner = _class_inside(cls, key)
         if key not in cls.model_fields:
             yield [key]

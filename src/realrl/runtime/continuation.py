@@ -246,7 +246,10 @@ class Continuation:
         parts: StatefulParts,
         contents: CheckpointContents,
         checkpointer: Checkpointer,
+        ends: Callable[[], bool],
     ) -> None:
+        """`ends` tells, on the rank that writes, whether training should end after this step."""
+        self._ends = ends
         self._experiment, self._process, self._directory = experiment, parts.process, parts.directory
         self._contents, self._parts, self.checkpointer = contents, parts, checkpointer
         self.agreement = StepAgreement(parts.process, self._ask)
@@ -381,6 +384,10 @@ class Continuation:
         self.evaluated, self._rollbacks = state.evaluated, state.rollbacks
         self.checkpointer.last = state.step
 
-    def _ask(self) -> tuple[bool, bool]:
-        """Return whether the last checkpoint is too old, which the writing rank decides, and whether to stop."""
-        return self._process.rank == WRITER and self.checkpointer.is_late(), stop_requested()
+    def _ask(self) -> tuple[bool, bool, bool]:
+        """Return whether the last checkpoint is too old, whether to stop, and whether training should end.
+
+        The rank that writes decides the first and the last.
+        """
+        writes = self._process.rank == WRITER
+        return writes and self.checkpointer.is_late(), stop_requested(), writes and self._ends()

@@ -25,6 +25,9 @@ class MetricsRecord:
 class RunObserver(Protocol):
     """Listener for the progress of a run, on the rank that writes."""
 
+    ends: bool
+    """Whether training should end after this step, as if it were the last one."""
+
     def begin(self, experiment: Experiment, steps: int) -> None:
         """Begin: everything is loaded, and the first step follows."""
 

@@ -161,7 +161,13 @@ class TrainingRun:
             experiment, process, contents, self.directory, group, self.saver.export
         )
         self.roles.before_change = self.checkpointer.wait_copied
-        self.continuation = Continuation(experiment, parts, contents, self.checkpointer)
+        self.continuation = Continuation(
+            experiment,
+            parts,
+            contents,
+            self.checkpointer,
+            lambda: self.observer is not None and self.observer.ends,
+        )
 
     def load(self) -> None:
         """Load the weights that no checkpoint restores. Raises UserError if they cannot be used."""
@@ -247,7 +253,10 @@ class TrainingRun:
                 self._say(note)
                 activity.done(done)
                 continue
-            late, stops = agreement.learn()
+            late, stops, ends = agreement.learn()
+            if ends and done < self.steps:
+                self._say(f"training ends after step {done} of {self.steps}, as a callback has asked")
+                self.steps = activity.steps = done
             self._after_step(done, late=late)
             if stops and done < self.steps:
                 self._stop(done)

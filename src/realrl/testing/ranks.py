@@ -47,6 +47,8 @@ PATIENCE = 60.0
 class Silent:
     """Observer of a run that ignores everything."""
 
+    ends = False
+
     def begin(self, *_: object) -> None:
         """Ignore it."""
 

@@ -29,6 +29,8 @@ _QUIET_SECONDS = 10.0
 class Progress:
     """Progress of a run: one bar, and a line per evaluation; a log file gets a line now and then."""
 
+    ends = False
+
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)
         self._bars = Bars(

@@ -2,16 +2,25 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from realrl.cli.reporting.runs import FinishedRun
 from realrl.config.files import whole_file
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _MOST_COLUMNS = 4
 
 
 def draw_picture(runs: Mapping[str, FinishedRun], path: Path) -> None:
-    """Write a PNG with one panel per curve: a line for training, dots for evaluations."""
+    """Write a PNG with one panel per curve."""
+    with whole_file(path) as partial:
+        make_figure(runs).savefig(partial, format="png", dpi=120)
+
+
+def make_figure(runs: Mapping[str, FinishedRun]) -> "Figure":
+    """Draw one panel per curve: a line for training, dots for evaluations."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -27,8 +36,7 @@ def draw_picture(runs: Mapping[str, FinishedRun], path: Path) -> None:
     FigureCanvasAgg(picture)
     for number, (run, metric, label) in enumerate(panels, 1):
         _draw_panel(picture.add_subplot(rows, columns, number), run, metric, label)
-    with whole_file(path) as partial:
-        picture.savefig(partial, format="png", dpi=120)
+    return picture
 
 
 def _draw_panel(axes: Any, run: FinishedRun, metric: str, label: str) -> None:

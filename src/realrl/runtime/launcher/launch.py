@@ -53,14 +53,21 @@ class Start:
     """Text of the resolved recipe, with its secrets, if it is the first argument. Ranks and restarts read this."""
     plan: str | None = None
     """Text of the plan that was found for a recipe with `plan: search`."""
+    objects: bytes | None = None
+    """Functions of a script that the recipe names, see `runtime.script_objects`."""
 
     @classmethod
     def of(
-        cls, command: Sequence[str], experiment: Experiment, cluster: Cluster, plan: Plan | None = None
+        cls,
+        command: Sequence[str],
+        experiment: Experiment,
+        cluster: Cluster,
+        plan: Plan | None = None,
+        objects: bytes | None = None,
     ) -> "Start":
         """Start a command that takes a recipe, such as `train`; its options follow."""
         text = None if plan is None else plan.to_text(experiment.graph)
-        return cls(cluster, command, dump_experiment(experiment, secrets=True), text)
+        return cls(cluster, command, dump_experiment(experiment, secrets=True), text, objects)
 
 
 class Ranks(Board, Protocol):
@@ -122,15 +129,13 @@ def check_local(cluster: Cluster) -> None:
         )
 
 
-def launch(start: Start, settings: LaunchConfig, start_ranks: StartRanks) -> int:
-    """Run a command once; return its exit status.
+def launch(start: Start, settings: LaunchConfig, start_ranks: StartRanks) -> Outcome:
+    """Run a command once.
 
-    If a process fails, the others are ended, and the first cause is printed, once. As in a shell, the status is
-    128 + N if signal N ended a process. If this process is asked to end, it raises Interrupted after all ranks have
-    ended.
+    If a process fails, the others are ended. If this process is asked to end, it raises Interrupted after all ranks
+    have ended.
     """
-    outcome = _run(start_ranks, start, range(start.cluster.size), 0, settings, lambda: None)
-    return 0 if outcome.cause is None else _report(outcome, outcome.cause)
+    return _run(start_ranks, start, range(start.cluster.size), 0, settings, lambda: None)
 
 
 def launch_training(
@@ -140,8 +145,8 @@ def launch_training(
     run_dir: RunDir,
     shrink: Shrink = lambda devices: None,
     count_devices: CountDevices = lambda: None,
-) -> int:
-    """Train until the run is finished or cannot continue; return its exit status, as `launch` does.
+) -> Outcome:
+    """Train until the run is finished or cannot continue.
 
     After a failure that may not occur again, the run is restarted from its last checkpoint, without the devices
     that are broken. SIGTERM, or the first Ctrl-C, lets it finish the step and save.
@@ -152,7 +157,9 @@ def launch_training(
             outcome = _run(start_ranks, start, policy.devices, policy.total, settings, run_dir)
             cause, directory = outcome.cause, run_dir()
             if cause is None:
-                return 0
+                if directory is not None:
+                    write_end(directory, 0)
+                return outcome
             if stop_requested():
                 if cause.status != 128 + signal.SIGTERM:
                     # It may say why nothing was saved.
@@ -163,7 +170,7 @@ def launch_training(
             if not policy.count(cause, step=step, finished=finished):
                 if directory is not None:
                     write_end(directory, cause.status, cause.message)
-                return _report(outcome, cause)
+                return outcome
             again = f"{cause.message}; starting again ({policy.describe()})"
             if directory is not None:
                 NoteFile(directory).add(again)
@@ -279,8 +286,14 @@ def _print_notes(texts: Sequence[str]) -> None:
         print(f"note: {text}", file=sys.stderr, flush=True)
 
 
-def _report(outcome: Outcome, cause: Failure) -> int:
-    """Print the failure that ends a run; return its status."""
+def report_outcome(outcome: Outcome) -> int:
+    """Print the failure that ended the ranks, if any; return the exit status.
+
+    As in a shell, the status is 128 + N if signal N ended a process.
+    """
+    cause = outcome.cause
+    if cause is None:
+        return 0
     notes = [] if cause.status == USER_STATUS else describe_others(outcome.heartbeats, cause.rank)
     print_failure(cause, logs=outcome.logs, notes=notes)
     return cause.status

@@ -16,6 +16,7 @@ from realrl.runtime.launcher.launch import Start
 from realrl.runtime.prepare.host import count_threads
 from realrl.runtime.processes.environment import (
     LAUNCHER_VARIABLE,
+    OBJECTS_VARIABLE,
     PLAN_VARIABLE,
     RESTART_VARIABLE,
     SLOT_VARIABLE,
@@ -73,6 +74,9 @@ class LocalRanks(FileBoard):
             if start.plan is not None:
                 shared[PLAN_VARIABLE] = str(scratch / "plan.yaml")
                 write_whole(scratch / "plan.yaml", start.plan)
+            if start.objects is not None:
+                shared[OBJECTS_VARIABLE] = str(scratch / "objects")
+                (scratch / "objects").write_bytes(start.objects)
             (scratch / _TEMPORARY).mkdir()
             for rank, device in zip(ranks, devices, strict=True):
                 variables = _describe_rank(rank, start.cluster, scratch, ray)

@@ -13,6 +13,8 @@ PLAN_VARIABLE = "REALRL_PLAN"
 """Path of the plan that the local launcher has found by a search."""
 SLOT_VARIABLE = "REALRL_SLOT"
 """Number of a rank's device on this machine. It stays when the run continues without other devices."""
+OBJECTS_VARIABLE = "REALRL_OBJECTS"
+"""Path of the functions that a script has handed to its run."""
 RESTART_VARIABLE = "REALRL_RESTART"
 """How often our launcher has restarted the run. torchrun and Slurm have their own variables."""
 

@@ -1,0 +1,66 @@
+"""Errors of the Python API: one clear message, without the frames of this package above it."""
+
+import sys
+import traceback
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+from realrl.config.errors import RunError, UserCodeError, UserError
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+def plain_errors(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Let UserError and RunError leave a function as if the user's own line had raised them.
+
+    Python and notebooks then print the user's frames and the message. Bugs keep their whole traceback.
+    """
+
+    @wraps(function)
+    def call(*arguments: Parameters.args, **named: Parameters.kwargs) -> Result:
+        try:
+            return function(*arguments, **named)
+        except (UserError, RunError) as error:
+            _install_hooks()
+            raise error.with_traceback(None) from None
+
+    return call
+
+
+def format_error(error: BaseException, frames: TracebackType | None) -> str:
+    """Format an error with the frames of the user's code alone. A failed function of the user keeps its own
+    trace."""
+    theirs = [frame for frame in traceback.extract_tb(frames) if not frame.filename.startswith(_PACKAGE)]
+    trace = (
+        "".join(["Traceback (most recent call last):\n", *traceback.format_list(theirs)]) if theirs else ""
+    )
+    own = error.trace if isinstance(error, UserCodeError) else ""
+    return f"{own}{trace}realrl.{type(error).__name__}: {error}\n"
+
+
+def _install_hooks() -> None:
+    """Have Python, and IPython if it runs, print these errors by `format_error`. A second call does nothing."""
+    before = sys.excepthook
+    if getattr(before, "of_realrl", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+        if isinstance(error, UserError | RunError):
+            print(format_error(error, frames), end="", file=sys.stderr)
+        else:
+            before(kind, error, frames)
+
+    hook.of_realrl = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if shell is not None:
+
+        def show(_: Any, kind: type[BaseException], error: BaseException, frames: Any, **__: Any) -> None:
+            print(format_error(error, frames), end="", file=sys.stderr)
+
+        shell.set_custom_exc((UserError, RunError), show)

@@ -1,0 +1,164 @@
+"""Runs that Python starts: equal to those of the command, with functions and callbacks of the script."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+import realrl
+from realrl.cli.app import run_app
+from realrl.recipe.registry import list_algorithms
+from tests.conftest import World
+
+SHORT: dict[str, Any] = {"training__steps": 2, "data__batch": 8}
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row["metrics"].items() if not k.startswith("perf/")} for row in rows]
+
+
+def assert_equal_runs(first: Path, second: Path) -> None:
+    assert read_metrics(first) == read_metrics(second)
+    ours, theirs = (load_file(run / "final" / "model.safetensors") for run in (first, second))
+    assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
+
+
+CHANGES: dict[str, dict[str, Any]] = {"remax": {"policy__samples": 1}, "ranked_reward": {"loss__answers": 3}}
+
+
+@pytest.mark.parametrize("algorithm", list_algorithms())
+def test_python_trains_like_the_command(algorithm: str, world: World, tmp_path: Path) -> None:
+    changes = SHORT | CHANGES.get(algorithm, {})
+    settings = yaml.safe_load(world.recipe(algorithm, tmp_path, **changes).read_text())
+    assert run_app(["train", str(tmp_path / "recipe.yaml")]) == 0
+    given = {name: value for name, value in settings.items() if name not in ("algorithm", "run_dir")}
+    run = realrl.algorithm(algorithm)(**given, run_dir=str(tmp_path / "python")).train()
+    assert run.finished and len(run.metrics) == 2 and run.model.is_dir()
+    assert_equal_runs(tmp_path / "run", run.path)
+
+
+def test_a_finished_run_is_returned_and_an_unfinished_one_resumes(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(**more: Any) -> realrl.Algorithm:
+        return realrl.SFT(
+            model=world.actor, data=str(world.root / "sft.jsonl"), batch=8, steps=4, run_dir=str(tmp_path / "run"),
+            device="cpu", cluster="1x1", micro_batch_tokens=256, **{"checkpoint.every": 1}, **more,
+        )  # fmt: skip
+
+    run = start(callbacks=lambda step: step.stop() if step.step == 2 else None).train()
+    assert run.finished and [row["step"] for row in run.metrics] == [1, 2]
+    assert "training ends after step 2 of 4" in capsys.readouterr().err
+    again = start().train()
+    assert repr(again) == repr(run) and "already finished" in capsys.readouterr().err
+    assert "<table>" in again._repr_html_() and list(again.frame["step"]) == [1, 2]
+
+
+def test_callbacks_see_steps_and_evaluations(world: World, tmp_path: Path) -> None:
+    seen: list[tuple[str, int]] = []
+
+    class Watch:
+        def on_step(self, step: realrl.Step) -> None:
+            seen.append(("train", step.step))
+            assert "actor.train/loss" in step.metrics and step.steps == 2
+
+        def on_evaluation(self, step: realrl.Step) -> None:
+            seen.append(("eval", step.step))
+
+    data = str(world.root / "sft.jsonl")
+    realrl.SFT(
+        model=world.actor, data=data, eval_data=data, batch=8, steps=2, run_dir=str(tmp_path / "run"),
+        device="cpu", cluster="1x1", callbacks=Watch(),
+    ).train()  # fmt: skip
+    assert seen == [("eval", 0), ("train", 1), ("train", 2), ("eval", 2)]
+
+
+SCRIPT = """
+import realrl
+
+weight = 2.0
+
+def correct(completions, **_):
+    return [weight * len(text) for text in completions]
+
+run = realrl.GRPO(
+    model={actor!r}, reward={reward}, data={data!r}, samples=4, batch=8, steps=2, max_new_tokens=8, lr=1e-3,
+    device="cpu", cluster={cluster!r}, run_dir={run!r}, micro_batch_tokens=256,
+).train()
+print(run)
+"""
+
+
+def run_script(
+    directory: Path, world: World, reward: str, *, cluster: str, torchrun: bool = False
+) -> list[float]:
+    """Run a script without a `__main__` guard; the scores of its steps."""
+    file, run = directory / "script.py", directory / f"run-{cluster}-{torchrun}"
+    data = str(world.root / "ppo.jsonl")
+    code = SCRIPT.format(actor=world.actor, data=data, reward=reward, cluster=cluster, run=str(run))
+    file.write_text(textwrap.dedent(code))
+    command = [sys.executable, str(file)]
+    if torchrun:
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+            str(file),
+        ]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=directory, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return [metrics["actor.train/score"] for metrics in read_metrics(run)]
+
+
+@pytest.mark.parametrize(
+    "reward", ["correct", "lambda completions, **_: [2.0 * len(c) for c in completions]"]
+)
+def test_functions_of_a_script_reach_the_processes_of_its_run(
+    reward: str, world: World, tmp_path: Path
+) -> None:
+    alone = run_script(tmp_path, world, reward, cluster="1x1")
+    assert run_script(tmp_path, world, reward, cluster="1x2") == pytest.approx(alone, rel=1e-4)
+
+
+def test_a_script_under_torchrun_trains_with_its_processes(world: World, tmp_path: Path) -> None:
+    alone = run_script(tmp_path, world, "correct", cluster="1x1")
+    assert run_script(tmp_path, world, "correct", cluster="auto", torchrun=True) == pytest.approx(
+        alone, rel=1e-4
+    )
+
+
+def test_a_mistake_is_one_message_under_the_line_of_the_script(tmp_path: Path) -> None:
+    file = tmp_path / "script.py"
+    file.write_text("import realrl\n\nrealrl.GRPO(model='m', data='d.jsonl', reward=len, sampels=4)\n")
+    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f'File "{file}", line 3' in done.stderr and "src/realrl" not in done.stderr
+    assert done.stderr.endswith("realrl.UserError: grpo has no argument sampels; did you mean samples?\n")
+
+
+def test_a_broken_reward_shows_the_trace_of_the_script_alone(world: World, tmp_path: Path) -> None:
+    def broken(completions: list[str], **_: Any) -> list[float]:
+        return [1 / 0 for _ in completions]
+
+    with pytest.raises(realrl.UserError, match="ZeroDivisionError") as caught:
+        realrl.GRPO(
+            model=world.actor, reward=broken, data=str(world.root / "ppo.jsonl"), samples=2, batch=4, steps=1,
+            max_new_tokens=4, device="cpu", cluster="1x1", run_dir=str(tmp_path / "run"),
+        ).train()  # fmt: skip
+    assert "broken" in str(caught.value)
+
+
+def test_the_package_is_imported_without_anything_heavy() -> None:
+    code = (
+        "import sys, realrl; sys.exit(any(m in sys.modules for m in ('torch', 'numpy', 'pydantic', 'typer')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
