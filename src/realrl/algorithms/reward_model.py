@@ -114,12 +114,12 @@ def _make_ranking_graph(experiment: RankedRewardExperiment, *, score: bool = Fal
 _COMMON: dict[str, Any] = {
     "roles": {"reward": RoleSpec("scalar")},
     "generation": None,
-    "methods": import_later("realrl.algorithms.reward_model_loss:make_algorithm"),
     "headlines": ("reward.train/loss", "reward.train/accuracy", "reward.inference/accuracy"),
 }
 
 ALGORITHM = AlgorithmSpec(
     name="reward",
+    methods=import_later("realrl.algorithms.reward_model_loss:make_pair_algorithm"),
     recipe=RewardExperiment,
     form="pair",
     train_graph=_make_pair_graph,
@@ -131,6 +131,7 @@ ALGORITHM = AlgorithmSpec(
 
 RANKED = AlgorithmSpec(
     name="ranked_reward",
+    methods=import_later("realrl.algorithms.reward_model_loss:make_ranking_algorithm"),
     recipe=RankedRewardExperiment,
     form="ranked",
     train_graph=_make_ranking_graph,
@@ -144,6 +145,7 @@ RANKED = AlgorithmSpec(
 
 PROCESS = AlgorithmSpec(
     name="process_reward",
+    methods=import_later("realrl.algorithms.reward_model_loss:make_step_algorithm"),
     recipe=ProcessRewardExperiment,
     form="steps",
     train_graph=lambda experiment: make_reward_graph(_STEP_KEYS, _STEPS, _STEPS[:1]),

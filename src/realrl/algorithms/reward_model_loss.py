@@ -206,15 +206,25 @@ class StepMethod(PlainTrain):
         return step_loss(scores=scores, right=right).sum(), self._summarize(batch, scores.detach())
 
 
-def make_algorithm(
-    experiment: RewardExperiment | RankedRewardExperiment | ProcessRewardExperiment,
-    graph: DataflowGraph,
-    eval_graph: DataflowGraph | None,
+def make_pair_algorithm(
+    experiment: RewardExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
 ) -> StatelessAlgorithm:
-    """Give both calls the method for pairs, rankings or steps."""
-    method: PairMethod | RankingMethod | StepMethod = StepMethod()
-    if isinstance(experiment, RewardExperiment):
-        method = PairMethod(experiment.loss)
-    elif isinstance(experiment, RankedRewardExperiment):
-        method = RankingMethod(experiment.loss)
+    return _make_algorithm(PairMethod(experiment.loss), graph, eval_graph)
+
+
+def make_ranking_algorithm(
+    experiment: RankedRewardExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
+) -> StatelessAlgorithm:
+    return _make_algorithm(RankingMethod(experiment.loss), graph, eval_graph)
+
+
+def make_step_algorithm(
+    experiment: ProcessRewardExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
+) -> StatelessAlgorithm:
+    return _make_algorithm(StepMethod(), graph, eval_graph)
+
+
+def _make_algorithm(
+    method: PairMethod | RankingMethod | StepMethod, graph: DataflowGraph, eval_graph: DataflowGraph | None
+) -> StatelessAlgorithm:
     return StatelessAlgorithm(graph, eval_graph, {"reward.train": method, "reward.inference": method})
