@@ -172,63 +172,41 @@ def ours(config: PreferenceConfig, batch: Batch, output: ModelOutput) -> tuple[T
     return loss / method.weight(prepared), metrics
 
 
-DPO_SETTINGS = {"beta": 0.3, "label_smoothing": 0.0}
-
-
-@pytest.mark.parametrize(
-    ("preset", "changes", "trainer", "settings"),
-    [
-        ("dpo", {"beta": 0.3}, "dpo", DPO_SETTINGS),
-        ("dpo", {"beta": 0.3, "loss": "hinge"}, "dpo", {**DPO_SETTINGS, "loss_types": ["hinge"]}),
-        ("dpo", {"beta": 0.3, "loss": "ipo"}, "dpo", {**DPO_SETTINGS, "loss_types": ["ipo"]}),
-        (
-            "dpo",
-            {"beta": 0.3, "loss": "robust", "label_smoothing": 0.2},
-            "dpo",
-            {"beta": 0.3, "label_smoothing": 0.2, "loss_types": ["robust"]},
-        ),
-        (
-            "dpo",
-            {"beta": 0.3, "length_normalization": True},
-            "dpo",
-            {**DPO_SETTINGS, "loss_types": ["sigmoid_norm"]},
-        ),
-        ("orpo", {"beta": 0.3}, "orpo", {"beta": 0.3}),
-        (
-            "simpo",
-            {"beta": 2.0, "gamma": 0.6},
-            "cpo",
-            {"beta": 2.0, "simpo_gamma": 0.6, "loss_type": "simpo", "cpo_alpha": 0, "label_smoothing": 0.0},
-        ),
-        (
-            "dpo",
-            {"beta": 0.3, "reference": "none", "label_smoothing": 0.1, "nll_coef": 0.7},
-            "cpo",
-            {"beta": 0.3, "loss_type": "sigmoid", "cpo_alpha": 0.7, "label_smoothing": 0.1},
-        ),
-        (
-            "dpo",
-            {"beta": 0.3, "reference": "none", "loss": "hinge"},
-            "cpo",
-            {"beta": 0.3, "loss_type": "hinge", "cpo_alpha": 0, "label_smoothing": 0.0},
-        ),
-    ],
-    ids=[
-        "sigmoid",
-        "hinge",
-        "ipo",
-        "robust",
-        "normalised",
-        "orpo",
-        "simpo",
+DPO_SETTINGS = {"beta": 0.3, "label_smoothing": 0.0, "loss_types": ["sigmoid"]}
+CPO_SETTINGS = {"beta": 0.3, "cpo_alpha": 0, "label_smoothing": 0.0}
+SIMPO_SETTINGS = {**CPO_SETTINGS, "beta": 2.0, "simpo_gamma": 0.6, "loss_type": "simpo"}
+CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
+    "sigmoid": ("dpo", {}, "dpo", {}),
+    "hinge": ("dpo", {"loss": "hinge"}, "dpo", {"loss_types": ["hinge"]}),
+    "ipo": ("dpo", {"loss": "ipo"}, "dpo", {"loss_types": ["ipo"]}),
+    "robust": (
+        "dpo",
+        {"loss": "robust", "label_smoothing": 0.2},
+        "dpo",
+        {"label_smoothing": 0.2, "loss_types": ["robust"]},
+    ),
+    "normalised": ("dpo", {"length_normalization": True}, "dpo", {"loss_types": ["sigmoid_norm"]}),
+    "orpo": ("orpo", {}, "orpo", {"beta": 0.3}),
+    "simpo": ("simpo", {"beta": 2.0, "gamma": 0.6}, "cpo", SIMPO_SETTINGS),
+    "cpo": (
+        "dpo",
+        {"reference": "none", "label_smoothing": 0.1, "nll_coef": 0.7},
         "cpo",
-        "hinge-without-reference",
-    ],
-)
-def test_loss_gradient_and_metrics_equal_those_of_trl(
-    preset: str, changes: dict[str, Any], trainer: str, settings: dict[str, Any]
-) -> None:
-    config, batch = config_of(preset, **changes), random_pairs(1)
+        {"beta": 0.3, "loss_type": "sigmoid", "cpo_alpha": 0.7, "label_smoothing": 0.1},
+    ),
+    "hinge-without-reference": (
+        "dpo",
+        {"reference": "none", "loss": "hinge"},
+        "cpo",
+        {**CPO_SETTINGS, "loss_type": "hinge"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_gradient_and_metrics_equal_those_of_trl(case: str) -> None:
+    preset, changes, trainer, settings = CASES[case]
+    config, batch = config_of(preset, **{"beta": 0.3, **changes}), random_pairs(1)
     method = PreferenceMethod(config)
     rows = method.sequences(batch)
     output = model_output(rows, 2)
@@ -237,7 +215,7 @@ def test_loss_gradient_and_metrics_equal_those_of_trl(
     (gradient,) = torch.autograd.grad(loss, output.logprobs)
     logprobs = output.logprobs.detach().clone().requires_grad_()
     if trainer == "dpo":
-        expected, theirs = trl_dpo(batch, rows, logprobs, **{"loss_types": ["sigmoid"], **settings})
+        expected, theirs = trl_dpo(batch, rows, logprobs, **{**DPO_SETTINGS, **settings})
     else:
         settings = {"alpha": 0.0, **settings} if trainer == "cpo" else settings
         expected, theirs = trl_without_reference(trainer, batch, rows, logprobs, **settings)

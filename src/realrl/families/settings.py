@@ -137,7 +137,7 @@ class ConfigReader:
         return meanings[value]
 
     def by_layer(self, key: str, default: list[_T], one: _T, other: _T) -> list[_T]:
-        """Read a list with one of two values for each layer, which is as long as the default; UserError if not."""
+        """Read a list as long as the default, with one of two values for each layer; UserError if it is not one."""
         value = self.read(key, default)
         if (
             not isinstance(value, list)

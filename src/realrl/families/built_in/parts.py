@@ -40,7 +40,7 @@ def describe(
 ) -> Family:
     """Describe a family whose `config.json` consists of `parts`.
 
-    `name` begins the names of its classes in transformers. `others` are further fields of `Family`.
+    `name` begins the names of its classes in transformers. `others` are more fields of `Family`.
     """
 
     def read(config: ConfigReader) -> Settings:
@@ -102,7 +102,7 @@ def activation(setting: str = "hidden_act") -> Part:
 
 
 def one_window(default: int | None) -> Part:
-    """The same window in all layers, or in those that `layer_types` names."""
+    """One window for all layers, unless `layer_types` names some of them."""
     return Part(
         lambda config, fields, usual: read_windows(config, fields["layers"], lambda _: True, default),
         lambda shape, options: {"sliding_window": shape.window},
@@ -118,7 +118,7 @@ def windows(usual: Callable[[int], bool], default: int) -> Part:
 
 
 def rope_by_layer_type(defaults: Settings, windowed: str | None) -> Part:
-    """Rotary settings that layers with a window may have for themselves, see `read_rope_by_layer_type`."""
+    """Rotary settings by type of layer, see `read_rope_by_layer_type`."""
     return Part(
         lambda config, fields, usual: read_rope_by_layer_type(config, fields["head_dim"], defaults, windowed),
         lambda shape, options: write_rope_by_layer_type(shape, windowed),

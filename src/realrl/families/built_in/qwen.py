@@ -80,7 +80,7 @@ def _write_experts(shape: ModelShape, options: LayerOptions) -> Settings:
 
 
 def _read_one_window(config: ConfigReader, fields: Settings, usual: LayerOptions) -> Settings:
-    """Read the window. Unlike Qwen3, there is no setting for single layers: all have the window, or none."""
+    """Read the window, which all layers have or none. Only Qwen3 has a setting for single layers."""
     on = config.flag("use_sliding_window", False)
     window = config.size("sliding_window", 4096) if config.has("sliding_window", 4096) else None
     if not on or window is None:
