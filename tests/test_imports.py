@@ -220,7 +220,7 @@ def test_modules_that_promise_it_load_no_torch() -> None:
 
 ASKS = {"realrl.recipe.algorithm"}
 """May ask of what class a recipe is: whether it is one at all."""
-SHARED = ("base", "build", "guard", "kl", "policy", "rewards")
+SHARED = ("base", "build", "guard", "kl", "policy", "policy_loss", "rewards")
 """Parts that any algorithm may use."""
 STANDS_IN = "realrl.runtime.profiler.passes"
 """Measures any model with the methods of PPO."""

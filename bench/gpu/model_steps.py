@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from device import Device
 
-from realrl.algorithms.sft_loss import SFTTrain
+from realrl.algorithms.sft_loss import SFTMethod
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling_noise import SamplingSeed
@@ -70,7 +70,7 @@ def measure_training(device: Device, size: str, *, layers: int | None = None) ->
     batch = Batch(tuple(range(count)), {"tokens": rows, "loss_mask": masks}).to(device.place)
 
     def step() -> None:
-        trainer.train(batch, SFTTrain(), [list(range(count))], TrainOptions(max_tokens=tokens), lr=1e-6)
+        trainer.train(batch, SFTMethod(), [list(range(count))], TrainOptions(max_tokens=tokens), lr=1e-6)
 
     seconds = device.seconds(step)
     achieved = count_training_operations(shape, tokens, length) / seconds

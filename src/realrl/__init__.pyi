@@ -45,21 +45,21 @@ class SFT(Algorithm):
         data: records: files, a name of a data set, a Dataset, a data frame or a list of records
         eval_data: records for evaluations, likewise
         callbacks: functions of a Step, or objects with on_step or on_evaluation
-        run_dir: Directory for everything the run writes
-        cluster: Devices as `nodes x devices per node`, for example `1x2`
-        plan: A plan preset
-        device: Where to compute; `auto` takes GPUs if torch finds any
-        seed: Decides data order, initialisation and sampling
+        run_dir: Directory for everything that the run writes
+        cluster: Devices as `nodes x devices per node`, for example `1x2`, or with their kind, for example `h100:2x8`, or as a cluster file (.yaml)
+        plan: A plan preset, a plan file, or `search`
+        device: Where to compute
+        seed: Random seed for data order, initialisation and sampling
         resume: What to do with an earlier run in `run_dir`
         overwrite: Delete an earlier run in `run_dir`, and start from the beginning
-        micro_batch_tokens: Maximum tokens in one forward pass (in generation
-        batch: Sequences (or preference pairs, or prompts) per training step, over all devices
-        steps: Number of training steps; takes precedence over `epochs`
+        micro_batch_tokens: Maximum tokens in one forward pass, or in the KV cache during generation, unless the plan sets another number
+        batch: Number of sequences (or preference pairs, or prompts) per training step, over all devices
+        steps: Number of training steps
         epochs: Passes over the training data
         lr: Peak learning rate
-        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA) and a scalar head
+        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA), and the scalar head if there is one
         max_tokens: Maximum length of prompt and answer together, in tokens
-        max_prompt_tokens: Maximum length of a prompt, in tokens: everything before the first answer to train on
+        max_prompt_tokens: Maximum length of a prompt in tokens
         """
 
 
@@ -99,21 +99,21 @@ class Reward(Algorithm):
         callbacks: functions of a Step, or objects with on_step or on_evaluation
         margins: Whether each record has a number `margin`, the target difference of the scores of its answers (Touvron et al
         center_rewards_coefficient: Weight of the squared sum of both scores, which pulls their mean towards 0 (Eisenstein et al
-        run_dir: Directory for everything the run writes
-        cluster: Devices as `nodes x devices per node`, for example `1x2`
-        plan: A plan preset
-        device: Where to compute; `auto` takes GPUs if torch finds any
-        seed: Decides data order, initialisation and sampling
+        run_dir: Directory for everything that the run writes
+        cluster: Devices as `nodes x devices per node`, for example `1x2`, or with their kind, for example `h100:2x8`, or as a cluster file (.yaml)
+        plan: A plan preset, a plan file, or `search`
+        device: Where to compute
+        seed: Random seed for data order, initialisation and sampling
         resume: What to do with an earlier run in `run_dir`
         overwrite: Delete an earlier run in `run_dir`, and start from the beginning
-        micro_batch_tokens: Maximum tokens in one forward pass (in generation
-        batch: Sequences (or preference pairs, or prompts) per training step, over all devices
-        steps: Number of training steps; takes precedence over `epochs`
+        micro_batch_tokens: Maximum tokens in one forward pass, or in the KV cache during generation, unless the plan sets another number
+        batch: Number of sequences (or preference pairs, or prompts) per training step, over all devices
+        steps: Number of training steps
         epochs: Passes over the training data
         lr: Peak learning rate
-        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA) and a scalar head
+        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA), and the scalar head if there is one
         max_tokens: Maximum length of prompt and answer together, in tokens
-        max_prompt_tokens: Maximum length of a prompt, in tokens: everything before the first answer to train on
+        max_prompt_tokens: Maximum length of a prompt in tokens
         """
 
 
@@ -153,21 +153,21 @@ class RankedReward(Algorithm):
         callbacks: functions of a Step, or objects with on_step or on_evaluation
         answers: Answers of each record, the best first
         center_rewards_coefficient: Weight of the squared sum of the scores of a record, which pulls their mean towards 0
-        run_dir: Directory for everything the run writes
-        cluster: Devices as `nodes x devices per node`, for example `1x2`
-        plan: A plan preset
-        device: Where to compute; `auto` takes GPUs if torch finds any
-        seed: Decides data order, initialisation and sampling
+        run_dir: Directory for everything that the run writes
+        cluster: Devices as `nodes x devices per node`, for example `1x2`, or with their kind, for example `h100:2x8`, or as a cluster file (.yaml)
+        plan: A plan preset, a plan file, or `search`
+        device: Where to compute
+        seed: Random seed for data order, initialisation and sampling
         resume: What to do with an earlier run in `run_dir`
         overwrite: Delete an earlier run in `run_dir`, and start from the beginning
-        micro_batch_tokens: Maximum tokens in one forward pass (in generation
-        batch: Sequences (or preference pairs, or prompts) per training step, over all devices
-        steps: Number of training steps; takes precedence over `epochs`
+        micro_batch_tokens: Maximum tokens in one forward pass, or in the KV cache during generation, unless the plan sets another number
+        batch: Number of sequences (or preference pairs, or prompts) per training step, over all devices
+        steps: Number of training steps
         epochs: Passes over the training data
         lr: Peak learning rate
-        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA) and a scalar head
+        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA), and the scalar head if there is one
         max_tokens: Maximum length of prompt and answer together, in tokens
-        max_prompt_tokens: Maximum length of a prompt, in tokens: everything before the first answer to train on
+        max_prompt_tokens: Maximum length of a prompt in tokens
         """
 
 
@@ -203,21 +203,21 @@ class ProcessReward(Algorithm):
         data: records: files, a name of a data set, a Dataset, a data frame or a list of records
         eval_data: records for evaluations, likewise
         callbacks: functions of a Step, or objects with on_step or on_evaluation
-        run_dir: Directory for everything the run writes
-        cluster: Devices as `nodes x devices per node`, for example `1x2`
-        plan: A plan preset
-        device: Where to compute; `auto` takes GPUs if torch finds any
-        seed: Decides data order, initialisation and sampling
+        run_dir: Directory for everything that the run writes
+        cluster: Devices as `nodes x devices per node`, for example `1x2`, or with their kind, for example `h100:2x8`, or as a cluster file (.yaml)
+        plan: A plan preset, a plan file, or `search`
+        device: Where to compute
+        seed: Random seed for data order, initialisation and sampling
         resume: What to do with an earlier run in `run_dir`
         overwrite: Delete an earlier run in `run_dir`, and start from the beginning
-        micro_batch_tokens: Maximum tokens in one forward pass (in generation
-        batch: Sequences (or preference pairs, or prompts) per training step, over all devices
-        steps: Number of training steps; takes precedence over `epochs`
+        micro_batch_tokens: Maximum tokens in one forward pass, or in the KV cache during generation, unless the plan sets another number
+        batch: Number of sequences (or preference pairs, or prompts) per training step, over all devices
+        steps: Number of training steps
         epochs: Passes over the training data
         lr: Peak learning rate
-        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA) and a scalar head
+        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA), and the scalar head if there is one
         max_tokens: Maximum length of prompt and answer together, in tokens
-        max_prompt_tokens: Maximum length of a prompt, in tokens: everything before the first answer to train on
+        max_prompt_tokens: Maximum length of a prompt in tokens
         """
 
 
@@ -297,21 +297,21 @@ class PPO(Algorithm):
         early_stop_ratio: Skip the rest of a batch when the mean probability ratio of a mini-batch exceeds this
         truncated: Treatment of answers without end of sequence: `score` uses their score like any other
         missing_eos_penalty: Subtracted from the reward of an answer without end of sequence
-        run_dir: Directory for everything the run writes
-        cluster: Devices as `nodes x devices per node`, for example `1x2`
-        plan: A plan preset
-        device: Where to compute; `auto` takes GPUs if torch finds any
-        seed: Decides data order, initialisation and sampling
+        run_dir: Directory for everything that the run writes
+        cluster: Devices as `nodes x devices per node`, for example `1x2`, or with their kind, for example `h100:2x8`, or as a cluster file (.yaml)
+        plan: A plan preset, a plan file, or `search`
+        device: Where to compute
+        seed: Random seed for data order, initialisation and sampling
         resume: What to do with an earlier run in `run_dir`
         overwrite: Delete an earlier run in `run_dir`, and start from the beginning
-        micro_batch_tokens: Maximum tokens in one forward pass (in generation
-        batch: Sequences (or preference pairs, or prompts) per training step, over all devices
-        steps: Number of training steps; takes precedence over `epochs`
+        micro_batch_tokens: Maximum tokens in one forward pass, or in the KV cache during generation, unless the plan sets another number
+        batch: Number of sequences (or preference pairs, or prompts) per training step, over all devices
+        steps: Number of training steps
         lr: Peak learning rate
-        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA) and a scalar head
+        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA), and the scalar head if there is one
         max_tokens: Maximum length of prompt and answer together, in tokens
-        max_prompt_tokens: Maximum length of a prompt, in tokens: everything before the first answer to train on
-        max_new_tokens: Generation stops here even without an end-of-sequence token
+        max_prompt_tokens: Maximum length of a prompt in tokens
+        max_new_tokens: Maximum tokens of an answer
         temperature: Logits are divided by this
         """
 
@@ -394,21 +394,21 @@ class GRPO(Algorithm):
         mask_truncated: Exclude answers without end of sequence from the loss
         overlong_buffer: Soft overlong punishment
         overlong_penalty: Maximum overlong punishment
-        run_dir: Directory for everything the run writes
-        cluster: Devices as `nodes x devices per node`, for example `1x2`
-        plan: A plan preset
-        device: Where to compute; `auto` takes GPUs if torch finds any
-        seed: Decides data order, initialisation and sampling
+        run_dir: Directory for everything that the run writes
+        cluster: Devices as `nodes x devices per node`, for example `1x2`, or with their kind, for example `h100:2x8`, or as a cluster file (.yaml)
+        plan: A plan preset, a plan file, or `search`
+        device: Where to compute
+        seed: Random seed for data order, initialisation and sampling
         resume: What to do with an earlier run in `run_dir`
         overwrite: Delete an earlier run in `run_dir`, and start from the beginning
-        micro_batch_tokens: Maximum tokens in one forward pass (in generation
-        batch: Sequences (or preference pairs, or prompts) per training step, over all devices
-        steps: Number of training steps; takes precedence over `epochs`
+        micro_batch_tokens: Maximum tokens in one forward pass, or in the KV cache during generation, unless the plan sets another number
+        batch: Number of sequences (or preference pairs, or prompts) per training step, over all devices
+        steps: Number of training steps
         lr: Peak learning rate
-        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA) and a scalar head
+        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA), and the scalar head if there is one
         max_tokens: Maximum length of prompt and answer together, in tokens
-        max_prompt_tokens: Maximum length of a prompt, in tokens: everything before the first answer to train on
-        max_new_tokens: Generation stops here even without an end-of-sequence token
+        max_prompt_tokens: Maximum length of a prompt in tokens
+        max_new_tokens: Maximum tokens of an answer
         temperature: Logits are divided by this
         """
 
@@ -491,21 +491,21 @@ class DrGRPO(Algorithm):
         mask_truncated: Exclude answers without end of sequence from the loss
         overlong_buffer: Soft overlong punishment
         overlong_penalty: Maximum overlong punishment
-        run_dir: Directory for everything the run writes
-        cluster: Devices as `nodes x devices per node`, for example `1x2`
-        plan: A plan preset
-        device: Where to compute; `auto` takes GPUs if torch finds any
-        seed: Decides data order, initialisation and sampling
+        run_dir: Directory for everything that the run writes
+        cluster: Devices as `nodes x devices per node`, for example `1x2`, or with their kind, for example `h100:2x8`, or as a cluster file (.yaml)
+        plan: A plan preset, a plan file, or `search`
+        device: Where to compute
+        seed: Random seed for data order, initialisation and sampling
         resume: What to do with an earlier run in `run_dir`
         overwrite: Delete an earlier run in `run_dir`, and start from the beginning
-        micro_batch_tokens: Maximum tokens in one forward pass (in generation
-        batch: Sequences (or preference pairs, or prompts) per training step, over all devices
-        steps: Number of training steps; takes precedence over `epochs`
+        micro_batch_tokens: Maximum tokens in one forward pass, or in the KV cache during generation, unless the plan sets another number
+        batch: Number of sequences (or preference pairs, or prompts) per training step, over all devices
+        steps: Number of training steps
         lr: Peak learning rate
-        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA) and a scalar head
+        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA), and the scalar head if there is one
         max_tokens: Maximum length of prompt and answer together, in tokens
-        max_prompt_tokens: Maximum length of a prompt, in tokens: everything before the first answer to train on
-        max_new_tokens: Generation stops here even without an end-of-sequence token
+        max_prompt_tokens: Maximum length of a prompt in tokens
+        max_new_tokens: Maximum tokens of an answer
         temperature: Logits are divided by this
         """
 
@@ -588,21 +588,21 @@ class DAPO(Algorithm):
         mask_truncated: Exclude answers without end of sequence from the loss
         overlong_buffer: Soft overlong punishment
         overlong_penalty: Maximum overlong punishment
-        run_dir: Directory for everything the run writes
-        cluster: Devices as `nodes x devices per node`, for example `1x2`
-        plan: A plan preset
-        device: Where to compute; `auto` takes GPUs if torch finds any
-        seed: Decides data order, initialisation and sampling
+        run_dir: Directory for everything that the run writes
+        cluster: Devices as `nodes x devices per node`, for example `1x2`, or with their kind, for example `h100:2x8`, or as a cluster file (.yaml)
+        plan: A plan preset, a plan file, or `search`
+        device: Where to compute
+        seed: Random seed for data order, initialisation and sampling
         resume: What to do with an earlier run in `run_dir`
         overwrite: Delete an earlier run in `run_dir`, and start from the beginning
-        micro_batch_tokens: Maximum tokens in one forward pass (in generation
-        batch: Sequences (or preference pairs, or prompts) per training step, over all devices
-        steps: Number of training steps; takes precedence over `epochs`
+        micro_batch_tokens: Maximum tokens in one forward pass, or in the KV cache during generation, unless the plan sets another number
+        batch: Number of sequences (or preference pairs, or prompts) per training step, over all devices
+        steps: Number of training steps
         lr: Peak learning rate
-        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA) and a scalar head
+        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA), and the scalar head if there is one
         max_tokens: Maximum length of prompt and answer together, in tokens
-        max_prompt_tokens: Maximum length of a prompt, in tokens: everything before the first answer to train on
-        max_new_tokens: Generation stops here even without an end-of-sequence token
+        max_prompt_tokens: Maximum length of a prompt in tokens
+        max_new_tokens: Maximum tokens of an answer
         temperature: Logits are divided by this
         """
 
@@ -685,21 +685,21 @@ class GSPO(Algorithm):
         mask_truncated: Exclude answers without end of sequence from the loss
         overlong_buffer: Soft overlong punishment
         overlong_penalty: Maximum overlong punishment
-        run_dir: Directory for everything the run writes
-        cluster: Devices as `nodes x devices per node`, for example `1x2`
-        plan: A plan preset
-        device: Where to compute; `auto` takes GPUs if torch finds any
-        seed: Decides data order, initialisation and sampling
+        run_dir: Directory for everything that the run writes
+        cluster: Devices as `nodes x devices per node`, for example `1x2`, or with their kind, for example `h100:2x8`, or as a cluster file (.yaml)
+        plan: A plan preset, a plan file, or `search`
+        device: Where to compute
+        seed: Random seed for data order, initialisation and sampling
         resume: What to do with an earlier run in `run_dir`
         overwrite: Delete an earlier run in `run_dir`, and start from the beginning
-        micro_batch_tokens: Maximum tokens in one forward pass (in generation
-        batch: Sequences (or preference pairs, or prompts) per training step, over all devices
-        steps: Number of training steps; takes precedence over `epochs`
+        micro_batch_tokens: Maximum tokens in one forward pass, or in the KV cache during generation, unless the plan sets another number
+        batch: Number of sequences (or preference pairs, or prompts) per training step, over all devices
+        steps: Number of training steps
         lr: Peak learning rate
-        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA) and a scalar head
+        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA), and the scalar head if there is one
         max_tokens: Maximum length of prompt and answer together, in tokens
-        max_prompt_tokens: Maximum length of a prompt, in tokens: everything before the first answer to train on
-        max_new_tokens: Generation stops here even without an end-of-sequence token
+        max_prompt_tokens: Maximum length of a prompt in tokens
+        max_new_tokens: Maximum tokens of an answer
         temperature: Logits are divided by this
         """
 
@@ -782,21 +782,21 @@ class RLOO(Algorithm):
         mask_truncated: Exclude answers without end of sequence from the loss
         overlong_buffer: Soft overlong punishment
         overlong_penalty: Maximum overlong punishment
-        run_dir: Directory for everything the run writes
-        cluster: Devices as `nodes x devices per node`, for example `1x2`
-        plan: A plan preset
-        device: Where to compute; `auto` takes GPUs if torch finds any
-        seed: Decides data order, initialisation and sampling
+        run_dir: Directory for everything that the run writes
+        cluster: Devices as `nodes x devices per node`, for example `1x2`, or with their kind, for example `h100:2x8`, or as a cluster file (.yaml)
+        plan: A plan preset, a plan file, or `search`
+        device: Where to compute
+        seed: Random seed for data order, initialisation and sampling
         resume: What to do with an earlier run in `run_dir`
         overwrite: Delete an earlier run in `run_dir`, and start from the beginning
-        micro_batch_tokens: Maximum tokens in one forward pass (in generation
-        batch: Sequences (or preference pairs, or prompts) per training step, over all devices
-        steps: Number of training steps; takes precedence over `epochs`
+        micro_batch_tokens: Maximum tokens in one forward pass, or in the KV cache during generation, unless the plan sets another number
+        batch: Number of sequences (or preference pairs, or prompts) per training step, over all devices
+        steps: Number of training steps
         lr: Peak learning rate
-        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA) and a scalar head
+        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA), and the scalar head if there is one
         max_tokens: Maximum length of prompt and answer together, in tokens
-        max_prompt_tokens: Maximum length of a prompt, in tokens: everything before the first answer to train on
-        max_new_tokens: Generation stops here even without an end-of-sequence token
+        max_prompt_tokens: Maximum length of a prompt in tokens
+        max_new_tokens: Maximum tokens of an answer
         temperature: Logits are divided by this
         """
 
@@ -879,21 +879,21 @@ class ReinforcePP(Algorithm):
         mask_truncated: Exclude answers without end of sequence from the loss
         overlong_buffer: Soft overlong punishment
         overlong_penalty: Maximum overlong punishment
-        run_dir: Directory for everything the run writes
-        cluster: Devices as `nodes x devices per node`, for example `1x2`
-        plan: A plan preset
-        device: Where to compute; `auto` takes GPUs if torch finds any
-        seed: Decides data order, initialisation and sampling
+        run_dir: Directory for everything that the run writes
+        cluster: Devices as `nodes x devices per node`, for example `1x2`, or with their kind, for example `h100:2x8`, or as a cluster file (.yaml)
+        plan: A plan preset, a plan file, or `search`
+        device: Where to compute
+        seed: Random seed for data order, initialisation and sampling
         resume: What to do with an earlier run in `run_dir`
         overwrite: Delete an earlier run in `run_dir`, and start from the beginning
-        micro_batch_tokens: Maximum tokens in one forward pass (in generation
-        batch: Sequences (or preference pairs, or prompts) per training step, over all devices
-        steps: Number of training steps; takes precedence over `epochs`
+        micro_batch_tokens: Maximum tokens in one forward pass, or in the KV cache during generation, unless the plan sets another number
+        batch: Number of sequences (or preference pairs, or prompts) per training step, over all devices
+        steps: Number of training steps
         lr: Peak learning rate
-        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA) and a scalar head
+        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA), and the scalar head if there is one
         max_tokens: Maximum length of prompt and answer together, in tokens
-        max_prompt_tokens: Maximum length of a prompt, in tokens: everything before the first answer to train on
-        max_new_tokens: Generation stops here even without an end-of-sequence token
+        max_prompt_tokens: Maximum length of a prompt in tokens
+        max_new_tokens: Maximum tokens of an answer
         temperature: Logits are divided by this
         """
 
@@ -976,21 +976,21 @@ class ReinforcePPBaseline(Algorithm):
         mask_truncated: Exclude answers without end of sequence from the loss
         overlong_buffer: Soft overlong punishment
         overlong_penalty: Maximum overlong punishment
-        run_dir: Directory for everything the run writes
-        cluster: Devices as `nodes x devices per node`, for example `1x2`
-        plan: A plan preset
-        device: Where to compute; `auto` takes GPUs if torch finds any
-        seed: Decides data order, initialisation and sampling
+        run_dir: Directory for everything that the run writes
+        cluster: Devices as `nodes x devices per node`, for example `1x2`, or with their kind, for example `h100:2x8`, or as a cluster file (.yaml)
+        plan: A plan preset, a plan file, or `search`
+        device: Where to compute
+        seed: Random seed for data order, initialisation and sampling
         resume: What to do with an earlier run in `run_dir`
         overwrite: Delete an earlier run in `run_dir`, and start from the beginning
-        micro_batch_tokens: Maximum tokens in one forward pass (in generation
-        batch: Sequences (or preference pairs, or prompts) per training step, over all devices
-        steps: Number of training steps; takes precedence over `epochs`
+        micro_batch_tokens: Maximum tokens in one forward pass, or in the KV cache during generation, unless the plan sets another number
+        batch: Number of sequences (or preference pairs, or prompts) per training step, over all devices
+        steps: Number of training steps
         lr: Peak learning rate
-        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA) and a scalar head
+        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA), and the scalar head if there is one
         max_tokens: Maximum length of prompt and answer together, in tokens
-        max_prompt_tokens: Maximum length of a prompt, in tokens: everything before the first answer to train on
-        max_new_tokens: Generation stops here even without an end-of-sequence token
+        max_prompt_tokens: Maximum length of a prompt in tokens
+        max_new_tokens: Maximum tokens of an answer
         temperature: Logits are divided by this
         """
 
@@ -1073,21 +1073,21 @@ class ReMax(Algorithm):
         mask_truncated: Exclude answers without end of sequence from the loss
         overlong_buffer: Soft overlong punishment
         overlong_penalty: Maximum overlong punishment
-        run_dir: Directory for everything the run writes
-        cluster: Devices as `nodes x devices per node`, for example `1x2`
-        plan: A plan preset
-        device: Where to compute; `auto` takes GPUs if torch finds any
-        seed: Decides data order, initialisation and sampling
+        run_dir: Directory for everything that the run writes
+        cluster: Devices as `nodes x devices per node`, for example `1x2`, or with their kind, for example `h100:2x8`, or as a cluster file (.yaml)
+        plan: A plan preset, a plan file, or `search`
+        device: Where to compute
+        seed: Random seed for data order, initialisation and sampling
         resume: What to do with an earlier run in `run_dir`
         overwrite: Delete an earlier run in `run_dir`, and start from the beginning
-        micro_batch_tokens: Maximum tokens in one forward pass (in generation
-        batch: Sequences (or preference pairs, or prompts) per training step, over all devices
-        steps: Number of training steps; takes precedence over `epochs`
+        micro_batch_tokens: Maximum tokens in one forward pass, or in the KV cache during generation, unless the plan sets another number
+        batch: Number of sequences (or preference pairs, or prompts) per training step, over all devices
+        steps: Number of training steps
         lr: Peak learning rate
-        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA) and a scalar head
+        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA), and the scalar head if there is one
         max_tokens: Maximum length of prompt and answer together, in tokens
-        max_prompt_tokens: Maximum length of a prompt, in tokens: everything before the first answer to train on
-        max_new_tokens: Generation stops here even without an end-of-sequence token
+        max_prompt_tokens: Maximum length of a prompt in tokens
+        max_new_tokens: Maximum tokens of an answer
         temperature: Logits are divided by this
         """
 
@@ -1146,21 +1146,21 @@ class DPO(Algorithm):
         reference: Source of the reference's log-probabilities
         nll_coef: Weight of the negative log-likelihood of chosen answers, mean per token, in the loss
         nll_prompts: Include the prompt in this likelihood
-        run_dir: Directory for everything the run writes
-        cluster: Devices as `nodes x devices per node`, for example `1x2`
-        plan: A plan preset
-        device: Where to compute; `auto` takes GPUs if torch finds any
-        seed: Decides data order, initialisation and sampling
+        run_dir: Directory for everything that the run writes
+        cluster: Devices as `nodes x devices per node`, for example `1x2`, or with their kind, for example `h100:2x8`, or as a cluster file (.yaml)
+        plan: A plan preset, a plan file, or `search`
+        device: Where to compute
+        seed: Random seed for data order, initialisation and sampling
         resume: What to do with an earlier run in `run_dir`
         overwrite: Delete an earlier run in `run_dir`, and start from the beginning
-        micro_batch_tokens: Maximum tokens in one forward pass (in generation
-        batch: Sequences (or preference pairs, or prompts) per training step, over all devices
-        steps: Number of training steps; takes precedence over `epochs`
+        micro_batch_tokens: Maximum tokens in one forward pass, or in the KV cache during generation, unless the plan sets another number
+        batch: Number of sequences (or preference pairs, or prompts) per training step, over all devices
+        steps: Number of training steps
         epochs: Passes over the training data
         lr: Peak learning rate
-        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA) and a scalar head
+        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA), and the scalar head if there is one
         max_tokens: Maximum length of prompt and answer together, in tokens
-        max_prompt_tokens: Maximum length of a prompt, in tokens: everything before the first answer to train on
+        max_prompt_tokens: Maximum length of a prompt in tokens
         """
 
 
@@ -1218,21 +1218,21 @@ class ORPO(Algorithm):
         reference: Source of the reference's log-probabilities
         nll_coef: Weight of the negative log-likelihood of chosen answers, mean per token, in the loss
         nll_prompts: Include the prompt in this likelihood
-        run_dir: Directory for everything the run writes
-        cluster: Devices as `nodes x devices per node`, for example `1x2`
-        plan: A plan preset
-        device: Where to compute; `auto` takes GPUs if torch finds any
-        seed: Decides data order, initialisation and sampling
+        run_dir: Directory for everything that the run writes
+        cluster: Devices as `nodes x devices per node`, for example `1x2`, or with their kind, for example `h100:2x8`, or as a cluster file (.yaml)
+        plan: A plan preset, a plan file, or `search`
+        device: Where to compute
+        seed: Random seed for data order, initialisation and sampling
         resume: What to do with an earlier run in `run_dir`
         overwrite: Delete an earlier run in `run_dir`, and start from the beginning
-        micro_batch_tokens: Maximum tokens in one forward pass (in generation
-        batch: Sequences (or preference pairs, or prompts) per training step, over all devices
-        steps: Number of training steps; takes precedence over `epochs`
+        micro_batch_tokens: Maximum tokens in one forward pass, or in the KV cache during generation, unless the plan sets another number
+        batch: Number of sequences (or preference pairs, or prompts) per training step, over all devices
+        steps: Number of training steps
         epochs: Passes over the training data
         lr: Peak learning rate
-        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA) and a scalar head
+        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA), and the scalar head if there is one
         max_tokens: Maximum length of prompt and answer together, in tokens
-        max_prompt_tokens: Maximum length of a prompt, in tokens: everything before the first answer to train on
+        max_prompt_tokens: Maximum length of a prompt in tokens
         """
 
 
@@ -1290,21 +1290,21 @@ class SimPO(Algorithm):
         reference: Source of the reference's log-probabilities
         nll_coef: Weight of the negative log-likelihood of chosen answers, mean per token, in the loss
         nll_prompts: Include the prompt in this likelihood
-        run_dir: Directory for everything the run writes
-        cluster: Devices as `nodes x devices per node`, for example `1x2`
-        plan: A plan preset
-        device: Where to compute; `auto` takes GPUs if torch finds any
-        seed: Decides data order, initialisation and sampling
+        run_dir: Directory for everything that the run writes
+        cluster: Devices as `nodes x devices per node`, for example `1x2`, or with their kind, for example `h100:2x8`, or as a cluster file (.yaml)
+        plan: A plan preset, a plan file, or `search`
+        device: Where to compute
+        seed: Random seed for data order, initialisation and sampling
         resume: What to do with an earlier run in `run_dir`
         overwrite: Delete an earlier run in `run_dir`, and start from the beginning
-        micro_batch_tokens: Maximum tokens in one forward pass (in generation
-        batch: Sequences (or preference pairs, or prompts) per training step, over all devices
-        steps: Number of training steps; takes precedence over `epochs`
+        micro_batch_tokens: Maximum tokens in one forward pass, or in the KV cache during generation, unless the plan sets another number
+        batch: Number of sequences (or preference pairs, or prompts) per training step, over all devices
+        steps: Number of training steps
         epochs: Passes over the training data
         lr: Peak learning rate
-        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA) and a scalar head
+        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA), and the scalar head if there is one
         max_tokens: Maximum length of prompt and answer together, in tokens
-        max_prompt_tokens: Maximum length of a prompt, in tokens: everything before the first answer to train on
+        max_prompt_tokens: Maximum length of a prompt in tokens
         """
 
 
@@ -1359,21 +1359,21 @@ class Distillation(Algorithm):
         samples: Answers sampled for each prompt
         minibatches: Optimizer steps per pass over a batch; must divide `data.batch`
         epochs: Passes over each batch
-        run_dir: Directory for everything the run writes
-        cluster: Devices as `nodes x devices per node`, for example `1x2`
-        plan: A plan preset
-        device: Where to compute; `auto` takes GPUs if torch finds any
-        seed: Decides data order, initialisation and sampling
+        run_dir: Directory for everything that the run writes
+        cluster: Devices as `nodes x devices per node`, for example `1x2`, or with their kind, for example `h100:2x8`, or as a cluster file (.yaml)
+        plan: A plan preset, a plan file, or `search`
+        device: Where to compute
+        seed: Random seed for data order, initialisation and sampling
         resume: What to do with an earlier run in `run_dir`
         overwrite: Delete an earlier run in `run_dir`, and start from the beginning
-        micro_batch_tokens: Maximum tokens in one forward pass (in generation
-        batch: Sequences (or preference pairs, or prompts) per training step, over all devices
-        steps: Number of training steps; takes precedence over `epochs`
+        micro_batch_tokens: Maximum tokens in one forward pass, or in the KV cache during generation, unless the plan sets another number
+        batch: Number of sequences (or preference pairs, or prompts) per training step, over all devices
+        steps: Number of training steps
         lr: Peak learning rate
-        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA) and a scalar head
+        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA), and the scalar head if there is one
         max_tokens: Maximum length of prompt and answer together, in tokens
-        max_prompt_tokens: Maximum length of a prompt, in tokens: everything before the first answer to train on
-        max_new_tokens: Generation stops here even without an end-of-sequence token
+        max_prompt_tokens: Maximum length of a prompt in tokens
+        max_new_tokens: Maximum tokens of an answer
         temperature: Logits are divided by this
         """
 
@@ -1420,21 +1420,21 @@ class OfflineDistillation(Algorithm):
         jsd_beta: Share of the teacher in the mixture of `jsd`
         top_k: Tokens whose log-probabilities the teacher gives at each position, 8 bytes each
         temperature: Divisor of both models' logits
-        run_dir: Directory for everything the run writes
-        cluster: Devices as `nodes x devices per node`, for example `1x2`
-        plan: A plan preset
-        device: Where to compute; `auto` takes GPUs if torch finds any
-        seed: Decides data order, initialisation and sampling
+        run_dir: Directory for everything that the run writes
+        cluster: Devices as `nodes x devices per node`, for example `1x2`, or with their kind, for example `h100:2x8`, or as a cluster file (.yaml)
+        plan: A plan preset, a plan file, or `search`
+        device: Where to compute
+        seed: Random seed for data order, initialisation and sampling
         resume: What to do with an earlier run in `run_dir`
         overwrite: Delete an earlier run in `run_dir`, and start from the beginning
-        micro_batch_tokens: Maximum tokens in one forward pass (in generation
-        batch: Sequences (or preference pairs, or prompts) per training step, over all devices
-        steps: Number of training steps; takes precedence over `epochs`
+        micro_batch_tokens: Maximum tokens in one forward pass, or in the KV cache during generation, unless the plan sets another number
+        batch: Number of sequences (or preference pairs, or prompts) per training step, over all devices
+        steps: Number of training steps
         epochs: Passes over the training data
         lr: Peak learning rate
-        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA) and a scalar head
+        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA), and the scalar head if there is one
         max_tokens: Maximum length of prompt and answer together, in tokens
-        max_prompt_tokens: Maximum length of a prompt, in tokens: everything before the first answer to train on
+        max_prompt_tokens: Maximum length of a prompt in tokens
         """
 
 
@@ -1489,21 +1489,21 @@ class ExpertIteration(Algorithm):
         aggregate: Loss of a mini-batch
         minibatches: Optimizer steps per pass over a batch; must divide `data.batch`
         epochs: Passes over each batch
-        run_dir: Directory for everything the run writes
-        cluster: Devices as `nodes x devices per node`, for example `1x2`
-        plan: A plan preset
-        device: Where to compute; `auto` takes GPUs if torch finds any
-        seed: Decides data order, initialisation and sampling
+        run_dir: Directory for everything that the run writes
+        cluster: Devices as `nodes x devices per node`, for example `1x2`, or with their kind, for example `h100:2x8`, or as a cluster file (.yaml)
+        plan: A plan preset, a plan file, or `search`
+        device: Where to compute
+        seed: Random seed for data order, initialisation and sampling
         resume: What to do with an earlier run in `run_dir`
         overwrite: Delete an earlier run in `run_dir`, and start from the beginning
-        micro_batch_tokens: Maximum tokens in one forward pass (in generation
-        batch: Sequences (or preference pairs, or prompts) per training step, over all devices
-        steps: Number of training steps; takes precedence over `epochs`
+        micro_batch_tokens: Maximum tokens in one forward pass, or in the KV cache during generation, unless the plan sets another number
+        batch: Number of sequences (or preference pairs, or prompts) per training step, over all devices
+        steps: Number of training steps
         lr: Peak learning rate
-        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA) and a scalar head
+        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA), and the scalar head if there is one
         max_tokens: Maximum length of prompt and answer together, in tokens
-        max_prompt_tokens: Maximum length of a prompt, in tokens: everything before the first answer to train on
-        max_new_tokens: Generation stops here even without an end-of-sequence token
+        max_prompt_tokens: Maximum length of a prompt in tokens
+        max_new_tokens: Maximum tokens of an answer
         temperature: Logits are divided by this
         """
 
@@ -1550,19 +1550,19 @@ class KTO(Algorithm):
         beta: Scale of rewards
         desirable_weight: Weight of good answers
         undesirable_weight: Weight of bad answers
-        run_dir: Directory for everything the run writes
-        cluster: Devices as `nodes x devices per node`, for example `1x2`
-        plan: A plan preset
-        device: Where to compute; `auto` takes GPUs if torch finds any
-        seed: Decides data order, initialisation and sampling
+        run_dir: Directory for everything that the run writes
+        cluster: Devices as `nodes x devices per node`, for example `1x2`, or with their kind, for example `h100:2x8`, or as a cluster file (.yaml)
+        plan: A plan preset, a plan file, or `search`
+        device: Where to compute
+        seed: Random seed for data order, initialisation and sampling
         resume: What to do with an earlier run in `run_dir`
         overwrite: Delete an earlier run in `run_dir`, and start from the beginning
-        micro_batch_tokens: Maximum tokens in one forward pass (in generation
-        batch: Sequences (or preference pairs, or prompts) per training step, over all devices
-        steps: Number of training steps; takes precedence over `epochs`
+        micro_batch_tokens: Maximum tokens in one forward pass, or in the KV cache during generation, unless the plan sets another number
+        batch: Number of sequences (or preference pairs, or prompts) per training step, over all devices
+        steps: Number of training steps
         epochs: Passes over the training data
         lr: Peak learning rate
-        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA) and a scalar head
+        lora: Freeze the model, and train low-rank adapters of its matrices (LoRA), and the scalar head if there is one
         max_tokens: Maximum length of prompt and answer together, in tokens
-        max_prompt_tokens: Maximum length of a prompt, in tokens: everything before the first answer to train on
+        max_prompt_tokens: Maximum length of a prompt in tokens
         """

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from realrl.algorithms.rewards.verifiers.numeric import Numeric as Numeric
     from realrl.algorithms.rewards.verifiers.numeric import find_number as find_number
     from realrl.algorithms.rewards.verifiers.python_tests import PythonTests as PythonTests
-    from realrl.algorithms.rewards.verifiers.text import ExactMatch as ExactMatch
-    from realrl.algorithms.rewards.verifiers.text import JsonSchema as JsonSchema
-    from realrl.algorithms.rewards.verifiers.text import Regex as Regex
     from realrl.algorithms.rewards.verifiers.verifier import AnswerVerifier as AnswerVerifier
+    from realrl.algorithms.rewards.verifiers.verifier import ExactMatch as ExactMatch
+    from realrl.algorithms.rewards.verifiers.verifier import JsonSchema as JsonSchema
+    from realrl.algorithms.rewards.verifiers.verifier import Regex as Regex
     from realrl.algorithms.rewards.verifiers.verifier import Verification as Verification
     from realrl.algorithms.rewards.verifiers.verifier import Verifier as Verifier
     from realrl.algorithms.rewards.verifiers.verifier import extract as extract

@@ -37,11 +37,7 @@ def experiment(algorithm: str, *, evaluate: bool = True, **settings: object) -> 
     [
         ("sft", ["actor.train"], ("tokens", "loss_mask")),
         ("reward", ["reward.train"], ("chosen", "rejected", "pairs_of_prompt")),
-        (
-            "ppo",
-            list(PPO_CALLS),
-            ("prompts",),
-        ),
+        ("ppo", list(PPO_CALLS), ("prompts",)),
     ],
 )
 def test_a_step_runs_these_calls_on_these_columns(
@@ -116,28 +112,6 @@ def test_methods_that_contradict_the_description_are_named(methods: dict[str, An
         build_algorithm(recipe)
     place, _, problem = str(caught.value).partition("): ")
     assert place.startswith(f"algorithm ppo: methods ({__file__}:") and problem.startswith(message)
-
-
-def test_ppo_settings_reach_the_graph_and_the_methods() -> None:
-    built = build_algorithm(
-        experiment("ppo", ppo={"minibatches": 2, "epochs": 3}, generation={"temperature": 0.7})
-    )
-    assert built.graph.call("actor.train").minibatches == 2
-    assert built.graph.call("critic.train").minibatches == 2
-    assert built.method("actor.train").epochs == 3
-    assert built.method("critic.train").epochs == 3
-    assert built.temperature == 0.7
-
-
-def test_trained_roles_of_ppo_are_actor_and_critic() -> None:
-    graph = build_graph(experiment("ppo"))
-    assert [role for role in graph.roles if graph.trained(role)] == ["actor", "critic"]
-
-
-def test_ppo_keys_per_token_have_the_lengths_of_sequences() -> None:
-    graph = build_graph(experiment("ppo"))
-    aligned = {key for key in graph.keys if graph.length_key(key) == "sequences"}
-    assert aligned == {"sequences", "logprobs", "ref_logprobs", "values"}
 
 
 def test_graphs_are_built_without_torch() -> None:

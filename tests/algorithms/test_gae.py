@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ppo_reference import alone, random_items, reference_advantages, reference_kl, reference_reward, to_batch
 
-from realrl.algorithms.base.rows import Responses, last_of_rows
+from realrl.algorithms.base.rows import Responses
 from realrl.algorithms.ppo import PPOConfig
-from realrl.algorithms.ppo_experience import ExperienceMaker, gae
+from realrl.algorithms.ppo_experience import ExperienceMaker
 from realrl.data.batch import Ragged
 
 
@@ -46,31 +46,6 @@ def test_experience_agrees_with_the_definition(
     assert experience.kl.tolist() == pytest.approx([reference_kl(i) for i in items], abs=1e-5)
 
 
-def test_lambda_one_gives_the_discounted_return_minus_the_value() -> None:
-    rewards, values = torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([[0.5, 0.25, 0.125]])
-    result = gae(
-        rewards=rewards,
-        values=values,
-        terminal=torch.tensor([8.0]),
-        counts=torch.tensor([3]),
-        gamma=0.5,
-        lam=1.0,
-    )
-    assert result.tolist() == [[1 + 1 + 1 + 1 - 0.5, 2 + 2 + 2 - 0.25, 4 + 4 - 0.125]]
-
-
-def test_padding_behind_an_episode_does_not_matter() -> None:
-    torch.manual_seed(0)
-    rewards, values, terminal = torch.randn(3, 5), torch.randn(3, 5), torch.randn(3)
-    counts = torch.tensor([5, 2, 0])
-    arguments = {"terminal": terminal, "counts": counts, "gamma": 0.9, "lam": 0.8}
-    clean = gae(rewards=rewards, values=values, **arguments)
-    behind = torch.arange(5) >= counts[:, None]
-    dirty = gae(rewards=rewards + 100 * behind, values=values - 100 * behind, **arguments)
-    assert dirty.equal(clean)
-    assert not clean[behind].any()
-
-
 def test_advantages_of_a_sequence_do_not_depend_on_its_batch() -> None:
     batch, config = to_batch(random_items(3, 6)), PPOConfig()
     whole = ExperienceMaker(config).make_experience(batch, alone)
@@ -98,7 +73,3 @@ def test_responses_locate_every_token_after_its_prompt() -> None:
     assert responses.unpad(responses.pad(values)).equal(values)
     assert responses.spread(values).values[responses.index].equal(values)
     assert responses.row_sums(torch.ones(responses.total)).tolist() == responses.counts.tolist()
-
-
-def test_last_of_rows_takes_each_rows_end() -> None:
-    assert last_of_rows(torch.arange(6), (1, 3, 2)).tolist() == [0, 3, 5]

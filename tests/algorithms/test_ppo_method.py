@@ -212,10 +212,6 @@ def test_early_stop_is_seen_in_the_figures_and_forgotten_in_the_next_step(
     assert actor.finish().result() == {"early_stopped": 0.0}
 
 
-def test_critic_never_stops_early() -> None:
-    assert CriticTrain(PPOConfig()).stop({"value_loss": math.inf}) is False
-
-
 @pytest.mark.parametrize("trained_here", [["actor.train"], ["critic.train"], ["actor.train", "critic.train"]])
 def test_state_survives_a_restart_even_onto_other_ranks(trained_here: list[str]) -> None:
     config = PPOConfig(kl=ADAPTIVE, value_norm="exponential")
@@ -280,7 +276,3 @@ def test_inference_calls_of_a_training_step_do_with_what_the_graph_gives_them() 
     )
     assert RewardInference().metrics(reward).result() == {}
     assert RefInference().metrics(ref).result() == {}
-
-
-def test_the_samplers_temperature_is_everybodys() -> None:
-    assert algorithm(PPOConfig()).temperature == 0.8

@@ -19,7 +19,7 @@ from realrl.algorithms.base.method import ModelOutput
 from realrl.algorithms.policy_loss import RefInference
 from realrl.algorithms.ppo import PPOConfig
 from realrl.algorithms.ppo_loss import ActorTrain, CriticTrain
-from realrl.algorithms.rewards.methods import RewardInference
+from realrl.algorithms.rewards.methods import RewardInference, ScoreOptions
 from realrl.data.batch import Batch, Ragged
 
 ADAPTIVE = {"coef": 0.3, "adaptive": True, "target": 2.0, "horizon": 100}
@@ -113,7 +113,8 @@ def test_score_is_that_of_the_sequences_it_is_trained_on() -> None:
         batch, mean = to_batch(items), sum(i.score for i in counted) / len(counted)
         _, metrics = ActorTrain(config).prepare(batch, alone)
         assert metrics.result()["score"] == pytest.approx(mean, rel=1e-5)
-        evaluated = RewardInference(finished_only=truncated == "bootstrap").metrics(batch).result()
+        method = RewardInference(ScoreOptions(finished_only=truncated == "bootstrap"))
+        evaluated = method.metrics(batch).result()
         assert evaluated["score"] == pytest.approx(mean, rel=1e-5)
 
 

@@ -23,13 +23,6 @@ def test_adaptive_coefficient_follows_the_clipped_relative_error(kl: float, erro
     assert controller.coef == pytest.approx(0.5 * (1 + error * 64 / 1000))
 
 
-def test_fixed_coefficient_never_moves() -> None:
-    controller = KLController(KLConfig(coef=0.5))
-    controller.update(kl=100.0, sequences=64)
-    controller.load_state_dict({"kl_coef": 7.0})
-    assert controller.coef == 0.5
-
-
 @pytest.mark.parametrize("split", [(9, 0), (4, 5), (1, 8)])
 def test_whitening_uses_the_moments_of_all_ranks(split: tuple[int, int]) -> None:
     values = torch.tensor(numbers(0, 9))
@@ -37,12 +30,6 @@ def test_whitening_uses_the_moments_of_all_ranks(split: tuple[int, int]) -> None
     parts = values.split(split)
     done = torch.cat(on_ranks(2, lambda rank, s: whiten(parts[rank], global_moments(parts[rank], s))))
     assert done.tolist() == pytest.approx([(x - mean) / std for x in values.tolist()], rel=1e-5)
-
-
-@pytest.mark.parametrize("values", [[2.5] * 4, [0.1] * 7, [1.0], []])
-def test_whitening_of_equal_values_is_zero(values: list[float]) -> None:
-    tensor = torch.tensor(values)
-    assert whiten(tensor, global_moments(tensor, alone)).abs().sum() < 1e-5
 
 
 def test_running_scale_is_the_deviation_of_everything_seen() -> None:
@@ -106,13 +93,6 @@ def test_kl_of_no_finite_sequence_leaves_the_coefficient_alone() -> None:
     assert controller.coef == 0.5
 
 
-def test_default_horizon_doubles_the_coefficient_within_thirty_steps_of_128() -> None:
-    controller = KLController(KLConfig(coef=0.1, adaptive=True))
-    for _ in range(30):
-        controller.update(kl=1000.0, sequences=128)
-    assert controller.coef > 0.2
-
-
 def distributions(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities of an actor and of a reference over 12 tokens."""
     generator = torch.Generator().manual_seed(seed)
@@ -136,15 +116,8 @@ def test_kl_under_restricted_sampling_is_a_divergence_over_the_tokens_that_may_b
     assert token_kl(torch.zeros(3), restricted=True).abs().max() == 0, "0 where both agree"
 
 
-@pytest.mark.parametrize("restricted", [False, True])
-def test_kl_of_unrestricted_samples_is_the_kl(restricted: bool) -> None:
-    actor, reference = distributions(7)
-    expected = (actor.exp() * token_kl(actor - reference, restricted=restricted)).sum()
-    assert expected.item() == pytest.approx((actor.exp() * (actor - reference)).sum().item())
-
-
-def test_log_ratios_of_restricted_samples_alone_would_be_no_divergence() -> None:
-    """The reason for another estimator: their mean may be negative."""
-    actor, reference = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.9, 0.1]).log()
-    assert token_kl((actor - reference)[:1], restricted=False).item() < 0
-    assert token_kl((actor - reference)[:1], restricted=True).item() > 0
+def test_fixed_coefficient_never_moves() -> None:
+    controller = KLController(KLConfig(coef=0.5))
+    controller.update(kl=100.0, sequences=64)
+    controller.load_state_dict({"kl_coef": 7.0})
+    assert controller.coef == 0.5

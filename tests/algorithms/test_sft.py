@@ -5,7 +5,7 @@ import pytest
 import torch
 from ppo_reference import VOCABULARY, TableModel, alone
 
-from realrl.algorithms.sft_loss import SFTInference, SFTTrain
+from realrl.algorithms.sft_loss import SFTMethod
 from realrl.data.batch import Batch, Ragged
 
 
@@ -31,7 +31,7 @@ def reference_nll(batch: Batch, model: TableModel) -> tuple[list[float], int]:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_loss_is_the_nll_of_the_tokens_to_learn(seed: int) -> None:
-    batch, model, method = random_batch(seed, 6), TableModel(), SFTTrain()
+    batch, model, method = random_batch(seed, 6), TableModel(), SFTMethod()
     losses, answers = reference_nll(batch, model)
     prepared, _ = method.prepare(batch, alone)
     loss, metrics = method.loss(prepared, model(method.sequences(prepared)))
@@ -41,7 +41,7 @@ def test_loss_is_the_nll_of_the_tokens_to_learn(seed: int) -> None:
 
 
 def test_evaluation_reports_the_same_loss_as_training() -> None:
-    batch, model, method = random_batch(7, 6), TableModel(), SFTInference()
+    batch, model, method = random_batch(7, 6), TableModel(), SFTMethod()
     losses, answers = reference_nll(batch, model)
     outputs = method.outputs(batch, model(method.sequences(batch)))
     assert outputs["nll"].values.tolist() == pytest.approx(losses, rel=1e-5)
@@ -55,7 +55,7 @@ def test_an_item_without_answer_adds_nothing_and_keeps_gradients_finite() -> Non
         "tokens": Ragged.of([[1, 2, 3]], dtype=torch.int64),
         "loss_mask": Ragged.of([[0, 0, 0]], dtype=torch.int64),
     }
-    batch, model, method = Batch((0,), fields), TableModel(), SFTTrain()
+    batch, model, method = Batch((0,), fields), TableModel(), SFTMethod()
     loss, metrics = method.loss(batch, model(method.sequences(batch)))
     loss.backward()
     assert loss.item() == 0 and method.weight(batch) == 0
@@ -63,20 +63,8 @@ def test_an_item_without_answer_adds_nothing_and_keeps_gradients_finite() -> Non
     assert math.isnan(metrics.result()["loss"])
 
 
-def test_a_row_without_tokens_adds_nothing_wherever_it_stands() -> None:
-    rows = {"tokens": [[], [1, 2, 3], []], "loss_mask": [[], [0, 1, 1], []]}
-    fields = {key: Ragged.of(value, dtype=torch.int64) for key, value in rows.items()}
-    batch, model = Batch((0, 1, 2), fields), TableModel()
-    losses, _ = reference_nll(batch, model)
-    train, inference = SFTTrain(), SFTInference()
-    loss, _ = train.loss(batch, model(train.sequences(batch)))
-    assert loss.item() == pytest.approx(sum(losses), rel=1e-5) and train.weight(batch) == 2
-    outputs = inference.outputs(batch, model(inference.sequences(batch)))
-    assert outputs["nll"].values.tolist() == pytest.approx(losses, rel=1e-5)
-
-
 def test_micro_batches_add_up_to_the_batch() -> None:
-    batch, method = random_batch(3, 8), SFTTrain()
+    batch, method = random_batch(3, 8), SFTMethod()
     whole, parts = TableModel(), TableModel()
     loss, metrics = method.loss(batch, whole(method.sequences(batch)))
     loss.backward()

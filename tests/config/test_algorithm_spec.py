@@ -63,93 +63,74 @@ def roles(**changes: RoleSpec) -> dict[str, RoleSpec]:
 
 
 @pytest.mark.parametrize(
-    ("spec", "changes", "message"),
+    ("spec", "field", "value", "message"),
     [
+        (SFT, "name", "my algorithm", "'my algorithm' is not letters, digits"),
+        (SFT, "name", 3, "3 is not letters"),
+        (SFT, "recipe", dict, "<class 'dict'> is not a class derived from Experiment"),
+        (SFT, "recipe", Undocumented, "Undocumented has no docstring"),
+        (SFT, "recipe", Modelless, "Modelless.models is not a class derived from Models"),
+        (SFT, "roles", {}, "a mapping from at least one role"),
+        (SFT, "roles", {"actor": "lm"}, "actor has no RoleSpec"),
+        (SFT, "roles", {"critic": RoleSpec("lm")}, "critic, but SFTModels has actor"),
+        (SFT, "roles", {"actor": RoleSpec("value")}, "actor: head 'value' is not lm or scalar"),
+        (SFT, "roles", {"actor": RoleSpec("lm", "actor")}, "actor: weights_from='actor' is not another role"),
+        (PPO, "roles", roles(ref=RoleSpec("lm")), "ref: with this weights_from, PPOModels.ref needs no"),
+        (
+            PPO,
+            "roles",
+            roles(actor=RoleSpec("lm", "reward")),
+            "actor: with this weights_from, PPOModels.actor needs a default",
+        ),
+        (
+            PPO,
+            "roles",
+            roles(critic=RoleSpec("scalar", "reward")),
+            "critic: weights_else goes with a weights_from that is optional",
+        ),
+        (
+            PPO,
+            "roles",
+            roles(critic=RoleSpec("scalar", "reward", optional=True, weights_else="actor")),
+            "critic: is optional, so PPOModels.critic needs a default, and may be None",
+        ),
+        (PPO, "optional_calls", "reward.function", "a tuple of names of calls is needed"),
+        (
+            PPO,
+            "roles",
+            roles(ref=RoleSpec("lm", "critic")),
+            "ref: weights_from='critic' has no weights of its own",
+        ),
+        (PPO, "roles", roles(ref=RoleSpec("lm", "actor", "x")), "ref: dtype_from='x' is not another role"),
         (
             SFT,
-            {"name": "my algorithm"},
-            "algorithm my algorithm: name: 'my algorithm' is not letters, digits",
+            "form",
+            "conversation",
+            "'conversation' is not one of answer, pair, prompt, label, ranked, steps",
         ),
-        (SFT, {"name": 3}, "name: 3 is not letters"),
-        (
-            SFT,
-            {"recipe": dict},
-            "algorithm sft: recipe: <class 'dict'> is not a class derived from Experiment",
-        ),
-        (SFT, {"recipe": Undocumented}, "recipe: Undocumented has no docstring"),
-        (SFT, {"recipe": Modelless}, "recipe: Modelless.models is not a class derived from Models"),
-        (SFT, {"roles": {}}, "roles: a mapping from at least one role"),
-        (SFT, {"roles": {"actor": "lm"}}, "roles: actor has no RoleSpec"),
-        (SFT, {"roles": {"critic": RoleSpec("lm")}}, "roles: critic, but SFTModels has actor"),
-        (SFT, {"roles": {"actor": RoleSpec("value")}}, "roles: actor: head 'value' is not lm or scalar"),
-        (
-            SFT,
-            {"roles": {"actor": RoleSpec("lm", "actor")}},
-            "roles: actor: weights_from='actor' is not another role",
-        ),
-        (
-            PPO,
-            {"roles": roles(ref=RoleSpec("lm"))},
-            "roles: ref: with this weights_from, PPOModels.ref needs no",
-        ),
-        (
-            PPO,
-            {"roles": roles(actor=RoleSpec("lm", "reward"))},
-            "roles: actor: with this weights_from, PPOModels.actor needs a default",
-        ),
-        (
-            PPO,
-            {"roles": roles(critic=RoleSpec("scalar", "reward"))},
-            "roles: critic: weights_else goes with a weights_from that is optional",
-        ),
-        (
-            PPO,
-            {"roles": roles(critic=RoleSpec("scalar", "reward", optional=True, weights_else="actor"))},
-            "roles: critic: is optional, so PPOModels.critic needs a default, and may be None",
-        ),
-        (PPO, {"optional_calls": "reward.function"}, "optional_calls: a tuple of names of calls is needed"),
-        (
-            PPO,
-            {"roles": roles(ref=RoleSpec("lm", "critic"))},
-            "roles: ref: weights_from='critic' has no weights of its own",
-        ),
-        (
-            PPO,
-            {"roles": roles(ref=RoleSpec("lm", "actor", "x"))},
-            "roles: ref: dtype_from='x' is not another role",
-        ),
-        (
-            SFT,
-            {"form": "conversation"},
-            "form: 'conversation' is not one of answer, pair, prompt, label, ranked, steps",
-        ),
-        (SFT, {"train_graph": None}, "train_graph: None is not a function"),
-        (SFT, {"eval_graph": 3}, "eval_graph: 3 is not a function or None"),
-        (SFT, {"methods": "x"}, "methods: 'x' is not a function"),
-        (SFT, {"epochs": 2}, "epochs: 2 is not a function"),
-        (SFT, {"generation": lambda e: None}, "generation: SFTExperiment needs a section generation"),
-        (PPO, {"generation": None}, "generation: None, but PPOExperiment has a section generation"),
-        (SFT, {"samples_per_prompt": lambda e: 2}, "samples_per_prompt: an algorithm that does not generate"),
-        (
-            SFT,
-            {"experience_calls": ("actor.train",)},
-            "experience_calls: an algorithm that does not generate",
-        ),
-        (PPO, {"experience_calls": "actor.train"}, "experience_calls: a tuple of names of calls is needed"),
-        (SFT, {"headlines": "actor.train/loss"}, "headlines: a tuple of call/name is needed"),
-        (PPO, {"sample_keys": ["score"]}, "sample_keys: a tuple of keys is needed"),
-        (PPO, {"sample_keys": ("judge",)}, "sample_keys: judge is what samples show anyway"),
-        (SFT, {"curves": ("loss",)}, "curves: a mapping from metrics to labels is needed"),
-        (SFT, {"summary": ("loss",)}, "summary: a tuple of SummaryMetric is needed"),
-        (SFT, {"summary": (SummaryMetric("a", "b", "c"),) * 2}, "summary: two metrics have one key"),
+        (SFT, "train_graph", None, "None is not a function"),
+        (SFT, "eval_graph", 3, "3 is not a function or None"),
+        (SFT, "methods", "x", "'x' is not a function"),
+        (SFT, "epochs", 2, "2 is not a function"),
+        (SFT, "generation", lambda e: None, "SFTExperiment needs a section generation"),
+        (PPO, "generation", None, "None, but PPOExperiment has a section generation"),
+        (SFT, "samples_per_prompt", lambda e: 2, "an algorithm that does not generate"),
+        (SFT, "experience_calls", ("actor.train",), "an algorithm that does not generate"),
+        (PPO, "experience_calls", "actor.train", "a tuple of names of calls is needed"),
+        (SFT, "headlines", "actor.train/loss", "a tuple of call/name is needed"),
+        (PPO, "sample_keys", ["score"], "a tuple of keys is needed"),
+        (PPO, "sample_keys", ("judge",), "judge is what samples show anyway"),
+        (SFT, "curves", ("loss",), "a mapping from metrics to labels is needed"),
+        (SFT, "summary", ("loss",), "a tuple of SummaryMetric is needed"),
+        (SFT, "summary", (SummaryMetric("a", "b", "c"),) * 2, "two metrics have one key"),
     ],
 )
 def test_a_field_that_contradicts_others_is_named(
-    spec: AlgorithmSpec, changes: dict[str, Any], message: str
+    spec: AlgorithmSpec, field: str, value: Any, message: str
 ) -> None:
     with pytest.raises(ValueError) as caught:
-        replace(spec, **changes)
-    assert message in str(caught.value)
+        replace(spec, **{field: value})
+    assert f": {field}: {message}" in str(caught.value)
 
 
 KEYS = (Key("prompts", "int64"), Key("sequences", "int64"), Key("reply", "int64"))
@@ -163,67 +144,49 @@ def graph_of(*calls: Call) -> Callable[[Any], DataflowGraph]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("field", "value", "message"),
     [
-        ({"train_graph": lambda e: None}, "algorithm ppo: train_graph: NoneType is not a DataflowGraph"),
-        ({"train_graph": graph_of(TRAIN, TRAIN)}, "algorithm ppo: train_graph: two calls have the same name"),
-        ({"train_graph": graph_of(GENERATE, INFER)}, "train_graph: no call trains"),
-        ({"train_graph": graph_of(GENERATE, TRAIN)}, "train_graph: no call uses role critic"),
+        ("train_graph", lambda e: None, "NoneType is not a DataflowGraph"),
+        ("train_graph", graph_of(TRAIN, TRAIN), "two calls have the same name"),
+        ("train_graph", graph_of(GENERATE, INFER), "no call trains"),
+        ("train_graph", graph_of(GENERATE, TRAIN), "no call uses role critic"),
+        ("train_graph", graph_of(TRAIN), "no call produces sequences, and records of form 'prompt'"),
+        ("train_graph", graph_of(replace(GENERATE, outputs=("reply",)), TRAIN), "no call produces sequences"),
         (
-            {"train_graph": graph_of(TRAIN)},
-            "train_graph: no call produces sequences, and records of form 'prompt'",
+            "train_graph",
+            lambda e: DataflowGraph((GENERATE, TRAIN), (*KEYS, Key("routed_experts", "int16"))),
+            "key routed_experts has a name that is kept for router replay",
         ),
         (
-            {"train_graph": graph_of(replace(GENERATE, outputs=("reply",)), TRAIN)},
-            "train_graph: no call produces sequences",
+            "train_graph",
+            graph_of(replace(GENERATE, outputs=("sequences", "reply")), TRAIN),
+            "actor.generate cannot produce reply; a generate call has sequences, logprobs,",
+        ),
+        ("train_graph", graph_of(replace(GENERATE, role="poet"), TRAIN), "role poet is not one of"),
+        (
+            "train_graph",
+            graph_of(replace(GENERATE, role="critic"), TRAIN),
+            "actor.generate needs a language-model head for critic",
         ),
         (
-            {
-                "train_graph": lambda e: DataflowGraph(
-                    (GENERATE, TRAIN), (*KEYS, Key("routed_experts", "int16"))
-                )
-            },
-            "train_graph: key routed_experts has a name that is kept for router replay",
-        ),
-        (
-            {"train_graph": graph_of(replace(GENERATE, outputs=("sequences", "reply")), TRAIN)},
-            "train_graph: actor.generate cannot produce reply; a generate call has sequences, logprobs,",
-        ),
-        (
-            {"train_graph": graph_of(replace(GENERATE, role="poet"), TRAIN)},
-            "train_graph: role poet is not one of",
-        ),
-        (
-            {"train_graph": graph_of(replace(GENERATE, role="critic"), TRAIN)},
-            "train_graph: actor.generate needs a language-model head for critic",
-        ),
-        (
-            {"eval_graph": graph_of(replace(TRAIN, inputs=("prompts",), work=("prompts",)))},
+            "eval_graph",
+            graph_of(replace(TRAIN, inputs=("prompts",), work=("prompts",))),
             "actor.train trains",
         ),
-        ({"eval_graph": graph_of(GENERATE)}, "eval_graph: actor.generate must produce prompt_length too"),
-        ({"sample_keys": ("values",)}, "eval_graph: no call produces values, one number per item"),
-        ({"sample_keys": ("sequences",)}, "eval_graph: no call produces sequences, one number per item"),
-        ({"eval_graph": None}, "data.eval: ppo has no evaluation; set data.eval=null"),
-        (
-            {"samples_per_prompt": lambda e: 0},
-            "algorithm ppo: samples_per_prompt: 0 is not a whole number above 0",
-        ),
-        ({"epochs": lambda e: 0}, "algorithm ppo: epochs: 0 is not a whole number above 0"),
-        ({"epochs": lambda e: None}, "algorithm ppo: epochs: None is not a whole number above 0"),
-        ({"generation": lambda e: None}, "algorithm ppo: generation: NoneType is not a GenerationConfig"),
-        (
-            {"experience_calls": ("actor.generate",)},
-            "algorithm ppo: experience_calls: actor.generate: train_graph has no such train call",
-        ),
-        (
-            {"headlines": ("actor.trian/loss",)},
-            "algorithm ppo: headlines: actor.trian/loss: no graph has a call",
-        ),
+        ("eval_graph", graph_of(GENERATE), "actor.generate must produce prompt_length too"),
+        ("sample_keys", ("values",), "eval_graph: no call produces values, one number per item"),
+        ("sample_keys", ("sequences",), "eval_graph: no call produces sequences, one number per item"),
+        ("eval_graph", None, "data.eval: ppo has no evaluation; set data.eval=null"),
+        ("samples_per_prompt", lambda e: 0, "0 is not a whole number above 0"),
+        ("epochs", lambda e: 0, "0 is not a whole number above 0"),
+        ("epochs", lambda e: None, "None is not a whole number above 0"),
+        ("generation", lambda e: None, "NoneType is not a GenerationConfig"),
+        ("experience_calls", ("actor.generate",), "actor.generate: train_graph has no such train call"),
+        ("headlines", ("actor.trian/loss",), "actor.trian/loss: no graph has a call"),
     ],
 )
-def test_what_contradicts_a_recipe_is_named_when_it_is_read(changes: dict[str, Any], message: str) -> None:
-    spec = replace(PPO, **changes)
+def test_what_contradicts_a_recipe_is_named_when_it_is_read(field: str, value: Any, message: str) -> None:
+    spec = replace(PPO, **{field: value})
     with pytest.raises(UserError) as caught:
         complete(spec.recipe.model_validate(PPO_RECIPE), spec)
     assert message in str(caught.value)

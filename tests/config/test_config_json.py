@@ -77,10 +77,7 @@ def test_rotary_settings_are_read_in_every_style(rope: dict) -> None:
         ),
         ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope_type=['yarn'] is not supported"),
         ({"rope_scaling": {"type": "spiral"}}, "rope_scaling: type='spiral' is not supported"),
-        (
-            {"rope_parameters": {"rope_type": "yarn"}},
-            "factor is missing from the yarn rotary",
-        ),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "factor is missing from the yarn rotary"),
         (
             {"rope_parameters": {"mrope_section": [1]}},
             "rope_parameters: mrope_section=[1] is an unknown setting",

@@ -1,7 +1,6 @@
 """`realrl config`: settings of an algorithm as commented YAML, with the defaults that the algorithm has."""
 
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any
 
@@ -10,9 +9,8 @@ import pytest
 from realrl.cli.app import run_app
 from realrl.config.base import PRESENCE, Settings
 from realrl.config.errors import UserError
-from realrl.config.explain import list_paths
 from realrl.config.yaml_file import parse_yaml
-from realrl.recipe.describe import COMMON, describe_settings
+from realrl.recipe.describe import describe_settings
 from realrl.recipe.load import change_settings, parse_experiment
 from realrl.recipe.optimizer import OptimizerConfig
 from realrl.recipe.registry import find_algorithm, list_algorithms
@@ -116,9 +114,3 @@ def test_the_common_settings_are_printed_and_all_of_them_with_an_option(
     assert "debug" not in short and len(describe("grpo", common=True)) < len(describe("grpo")) / 3
     assert run_app(["config", "grpo", "--all"]) == 0
     assert capsys.readouterr().out == describe("grpo")
-
-
-@pytest.mark.parametrize("pattern", COMMON)
-def test_every_pattern_of_the_common_settings_is_of_some_algorithm(pattern: str) -> None:
-    recipes = (find_algorithm(name)[0].recipe for name in list_algorithms())
-    assert any(fnmatchcase(path, pattern) for recipe in recipes for path in list_paths(recipe))

@@ -26,11 +26,6 @@ def test_several_answers_to_a_prompt_need_tokens_that_are_drawn(algorithm: str) 
     parse_experiment(change_settings(least(algorithm), [(f"{section}.samples", 6), ("generation.top_k", 2)]))
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "reinforce_pp", "remax"])
-def test_one_answer_to_a_prompt_may_be_the_likeliest(algorithm: str) -> None:
-    parse_experiment(change_settings(least(algorithm), [("generation.top_k", 1)]))
-
-
 def test_several_answers_of_an_evaluation_need_tokens_that_are_drawn() -> None:
     words = "evaluation.samples=2 would all be the same, since evaluation takes the likeliest token (top_k=1)"
     refuse("ppo", words, generation__top_k=1, evaluation__samples=2)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from realrl.data.dataset import Dataset
 from realrl.huggingface.tokenizers import train_bpe
 from realrl.recipe.data import DataConfig
 
@@ -51,3 +52,15 @@ def write(tmp_path: Path) -> Callable[[Iterable[Any]], str]:
 @pytest.fixture
 def settings() -> Callable[..., DataConfig]:
     return lambda **fields: DataConfig(train="unused", **fields)
+
+
+@pytest.fixture
+def load(tokenizer: Any, write: Any, settings: Any) -> Callable[..., Dataset]:
+    """Loads records, or a source, as a data set; `fields` are settings of the section `data`."""
+
+    def load(source: Any, form: str, keys: tuple[str, ...], keep: Any = None, **fields: Any) -> Dataset:
+        given = write(source) if isinstance(source, list) else source
+        kept = (lambda name: False) if keep is None else keep
+        return Dataset.load(given, form, keys, tokenizer, settings(**fields), 1, (1,), kept)
+
+    return load

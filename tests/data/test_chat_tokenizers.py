@@ -22,7 +22,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from realrl.data.conversation import Conversation, Message, write_conversation, write_prompt, write_side
+from realrl.data.conversation import ChatTemplate, Conversation, Message
 from realrl.data.dataset import Dataset
 from realrl.data.record_forms import Text
 from realrl.data.tokenization import Row, tokenize
@@ -227,12 +227,12 @@ def test_conversation_tokens_match_the_template_and_only_answers_are_learnt(
     kind: str, messages: list[Message]
 ) -> None:
     tokenizer = tokenizer_of(kind)
-    made = row(tokenizer, write_conversation(tokenizer, messages, "all")[0])
+    made = row(tokenizer, ChatTemplate(tokenizer).write_conversation(messages, "all")[0])
     assert made.ids == tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
     answers = [m["content"] for m in messages if m["role"] == "assistant"]
     apart = [[*tokenizer(a, add_special_tokens=False).input_ids, tokenizer.eos_token_id] for a in answers]
     assert learnt(made) == [*chain.from_iterable(apart)]
-    last = row(tokenizer, write_conversation(tokenizer, messages, "last")[0])
+    last = row(tokenizer, ChatTemplate(tokenizer).write_conversation(messages, "last")[0])
     assert last.ids == made.ids and learnt(last) == apart[-1]
 
 
@@ -241,11 +241,11 @@ def test_conversation_tokens_match_the_template_and_only_answers_are_learnt(
 @given(messages=conversations)
 def test_generation_prompts_equal_the_tokens_before_the_answer(kind: str, messages: list[Message]) -> None:
     tokenizer = tokenizer_of(kind)
-    prompt = row(tokenizer, write_prompt(tokenizer, messages[:-1]))
+    prompt = row(tokenizer, ChatTemplate(tokenizer).write_prompt(messages[:-1]))
     assert prompt.ids == tokenizer.apply_chat_template(
         messages[:-1], tokenize=True, return_dict=False, add_generation_prompt=True
     )
-    whole = row(tokenizer, write_side(tokenizer, messages, len(messages) - 1))
+    whole = row(tokenizer, ChatTemplate(tokenizer).write_side(messages, len(messages) - 1))
     assert whole.ids[: whole.prompt_length] == prompt.ids
     assert whole.ids[-1] == tokenizer.eos_token_id and not whole.joined
 
@@ -261,7 +261,7 @@ def test_any_conversation_has_the_tokens_of_the_template(
         messages.pop()
     if not messages:
         return
-    made = row(tokenizer, write_conversation(tokenizer, messages, "all")[0])
+    made = row(tokenizer, ChatTemplate(tokenizer).write_conversation(messages, "all")[0])
     assert made.ids == tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
     answers = [m for m in messages if m["role"] == "assistant"]
     assert learnt(made).count(tokenizer.eos_token_id) == len(answers) == len(made.answers)
@@ -291,7 +291,8 @@ def test_a_prompt_tokenised_differently_before_an_answer_is_noted() -> None:
     cut = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer = byte_level(["<unk>", "<s>", "<|end|>", "<|head|>", "<|neck|>"], HEADERS, pre_tokenizer=cut)
     made = row(
-        tokenizer, write_conversation(tokenizer, turns(system=False, contents=["hello", "fine"]), "all")[0]
+        tokenizer,
+        ChatTemplate(tokenizer).write_conversation(turns(system=False, contents=["hello", "fine"]), "all")[0],
     )
     assert made.joined
     assert tokenizer.decode(learnt(made)) == "fine<|end|>"

@@ -34,16 +34,8 @@ def rows(tokenizer, write, settings):
     return rows
 
 
-def test_prompt_and_answer_are_tokenised_apart_between_bos_and_eos(tokenizer, write, settings):
-    data = Dataset.load(
-        write([{"prompt": "the c", "answer": "at sat"}]),
-        "answer",
-        SFT,
-        tokenizer,
-        settings(),
-        1,
-        ENDS,
-    )
+def test_prompt_and_answer_are_tokenised_apart_between_bos_and_eos(load, tokenizer):
+    data = load([{"prompt": "the c", "answer": "at sat"}], "answer", SFT)
     prompt, answer = (tokenizer(t, add_special_tokens=False).input_ids for t in ("the c", "at sat"))
     batch = data.batch([0])
     ids = [tokenizer.bos_token_id, *prompt, *answer, tokenizer.eos_token_id]
@@ -85,8 +77,8 @@ def test_both_sides_of_a_pair_end_alike_whoever_wrote_the_end(rows):
     assert rows([record], PAIRS) == {"chosen": ["<s>the cat sat</s>"], "rejected": ["<s>the cat ate</s>"]}
 
 
-def test_a_beginning_of_sequence_that_the_tokenizer_does_not_write_is_not_written(bare, write, settings):
-    data = Dataset.load(write([{"prompt": "the cat"}]), "prompt", PROMPTS, bare, settings(), 1, ENDS)
+def test_a_beginning_of_sequence_that_the_tokenizer_does_not_write_is_not_written(load, bare):
+    data = load([{"prompt": "the cat"}], "prompt", PROMPTS)
     assert bare.bos_token == "<s>"
     assert data.batch([0])["prompts"].values.tolist() == bare("the cat").input_ids
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from realrl.config.errors import UserError
-from realrl.data.dataset import Dataset
 
 ENDS = (1,)
 KTO = ("tokens", "prompt_length", "label", "mismatched")
@@ -15,13 +14,13 @@ def texts(tokenizer, rows):
     return [tokenizer.decode(row) for row in rows.rows()]
 
 
-def test_answers_with_labels_and_pairs_become_items_with_a_label(tokenizer, write, settings):
+def test_answers_with_labels_and_pairs_become_items_with_a_label(load, tokenizer):
     records = [
         {"prompt": "a ", "completion": "cat", "label": True},
         {"prompt": "the ", "chosen": "dog", "rejected": "mat"},
         {"prompt": "b ", "completion": "cat", "label": 0},
     ]
-    data = Dataset.load(write(records), "label", KTO, tokenizer, settings(), 1, ENDS)
+    data = load(records, "label", KTO)
     batch = data.batch([3, 0, 2])
     assert batch["label"].values.tolist() == [0, 1, 0] and batch["label"].values.dtype == torch.int64
     assert texts(tokenizer, batch["tokens"]) == ["<s>b cat</s>", "<s>a cat</s>", "<s>the mat</s>"]
@@ -31,41 +30,35 @@ def test_answers_with_labels_and_pairs_become_items_with_a_label(tokenizer, writ
     assert prompts == ["<s>b ", "<s>a ", "<s>the "]
 
 
-def test_labels_may_be_text_as_pandas_writes_them_to_tables(tokenizer, tmp_path, settings):
+def test_labels_may_be_text_as_pandas_writes_them_to_tables(load, tmp_path):
     pandas = pytest.importorskip("pandas")
     file = tmp_path / "rows.csv"
     rows = {"prompt": ["a", "b"], "completion": ["cat", "dog"], "label": [True, False]}
     pandas.DataFrame(rows).to_csv(file, index=False)
-    batch = Dataset.load(str(file), "label", KTO, tokenizer, settings(), 1, ENDS).batch([0, 1])
+    batch = load(str(file), "label", KTO).batch([0, 1])
     assert batch["label"].values.tolist() == [1, 0]
 
 
-def test_conversations_have_labels_too(chat_tokenizer, write, settings):
+def test_conversations_have_labels_too(load, chat_tokenizer):
     turn = {"role": "user", "content": "a"}
-    record = {
-        "prompt": [turn],
-        "completion": [{"role": "assistant", "content": "cat"}],
-        "label": False,
-    }
-    batch = Dataset.load(write([record]), "label", KTO, chat_tokenizer, settings(), 1, ENDS).batch([0])
+    record = {"prompt": [turn], "completion": [{"role": "assistant", "content": "cat"}], "label": False}
+    batch = load([record], "label", KTO).batch([0])
     assert texts(chat_tokenizer, batch["tokens"]) == ["<|user|>a</s>\n<|assistant|>cat</s>"]
 
 
-def test_a_mismatched_row_is_no_longer_than_a_training_sequence(tokenizer, write, settings):
+def test_a_mismatched_row_is_no_longer_than_a_training_sequence(load):
     records = [
         {"prompt": "q" * 6, "completion": "z", "label": True},
         {"prompt": "q", "completion": "z" * 6, "label": True},
     ]
-    data = Dataset.load(
-        write(records), "label", KTO, tokenizer, settings(max_tokens=9, max_prompt_tokens=8), 1, ENDS
-    )
+    data = load(records, "label", KTO, max_tokens=9, max_prompt_tokens=8)
     assert max(data.batch([0, 1])["mismatched"].lengths) == 9
 
 
-def test_numbers_of_pairs_are_float32(tokenizer, write, settings):
+def test_numbers_of_pairs_are_float32(load, write):
     pair = {"prompt": "a", "chosen": "cat", "rejected": "dog"}
     source = write([{**pair, "margin": 0.25}, {**pair, "margin": 2}])
-    batch = Dataset.load(source, "pair", MARGIN, tokenizer, settings(), 1, ENDS).batch([1, 0])
+    batch = load(source, "pair", MARGIN).batch([1, 0])
     assert batch["margin"].values.tolist() == [2.0, 0.25]
     assert batch["margin"].values.dtype == torch.float32
 
@@ -109,24 +102,22 @@ STEPS = ("tokens", "step_ends", "step_labels")
         ),
     ],
 )
-def test_records_that_lack_what_a_recipe_asks_for_are_named(
-    tokenizer, write, settings, form, keys, record, message
-):
+def test_records_that_lack_what_a_recipe_asks_for_are_named(load, form, keys, record, message):
     with pytest.raises(UserError, match=rf"data\.jsonl:1: .*{message}"):
-        Dataset.load(write([record]), form, keys, tokenizer, settings(), 1, ENDS)
+        load([record], form, keys)
 
 
-def test_ranked_answers_are_a_row_each(tokenizer, write, settings):
+def test_ranked_answers_are_a_row_each(load, tokenizer, write):
     keys = ("answer_0", "answer_1", "answer_2")
     source = write([{"prompt": "a ", "answers": ["cat", "dog", "mat"]}])
-    batch = Dataset.load(source, "ranked", keys, tokenizer, settings(), 1, ENDS).batch([0])
+    batch = load(source, "ranked", keys).batch([0])
     found = [texts(tokenizer, batch[key])[0] for key in keys]
     assert found == ["<s>a cat</s>", "<s>a dog</s>", "<s>a mat</s>"]
 
 
-def test_steps_end_at_their_last_tokens(tokenizer, write, settings):
+def test_steps_end_at_their_last_tokens(load, tokenizer, write):
     source = write([{"prompt": "a ", "completions": ["cat", "dog\n"], "labels": [True, False]}])
-    batch = Dataset.load(source, "steps", STEPS, tokenizer, settings(), 1, ENDS).batch([0])
+    batch = load(source, "steps", STEPS).batch([0])
     tokens = batch["tokens"].row(0)
     ends = batch["step_ends"].row(0).tolist()
     assert [tokenizer.decode(tokens[: end + 1]) for end in ends] == ["<s>a cat\n", "<s>a cat\ndog\n"]

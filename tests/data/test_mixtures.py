@@ -49,16 +49,6 @@ def test_the_order_of_a_mixture_does_not_depend_on_earlier_steps(sources, step):
     assert used.indices(step) == fresh.indices(step)
 
 
-def test_seeds_draw_other_items():
-    draws = [epochs_of(Order(100, 10, seed, sources=[(60, 0.5), (40, 1.0)]), 1)[0] for seed in (1, 2, 1)]
-    assert set(draws[0]) != set(draws[1])
-    assert draws[0] == draws[2]
-
-
-def test_sources_of_weight_one_are_shuffled_as_one():
-    assert epochs_of(Order(9, 3, 1, sources=[(4, 1.0), (5, 1.0)]), 2) == epochs_of(Order(9, 3, 1), 2)
-
-
 def test_sources_are_mixed_within_an_epoch():
     (epoch,) = epochs_of(Order(200, 10, 1, sources=[(100, 2.0), (100, 1.0)]), 1)
     thirds = [sum(item < 100 for item in epoch[start : start + 100]) for start in (0, 100, 200)]

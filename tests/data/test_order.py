@@ -31,20 +31,9 @@ def test_the_order_of_a_seed_never_changes():
     assert Order(8, 4, 1).indices(0) + Order(8, 4, 1).indices(1) == [3, 5, 2, 7, 0, 6, 1, 4]
 
 
-def test_seeds_and_epochs_have_different_orders():
-    first, second = (Order(100, 100, seed) for seed in (1, 2))
-    assert first.indices(0) != second.indices(0)
-    assert first.indices(0) != first.indices(1)
-
-
 def test_without_shuffling_the_order_is_that_of_the_file():
     order = Order(5, 2, 1, shuffle=False)
     assert [order.indices(step) for step in range(4)] == [[0, 1], [2, 3], [4, 0], [1, 2]]
-
-
-@pytest.mark.parametrize(("epochs", "steps"), [(0, 0), (0.5, 2), (1, 3), (2, 5), (4, 10), (0.1, 1)])
-def test_steps_suffice_for_the_epochs(epochs, steps):
-    assert Order(10, 4, 1).steps(epochs) == steps
 
 
 def test_a_batch_larger_than_the_data_is_a_user_error():
@@ -59,3 +48,8 @@ def test_evaluation_takes_all_items_in_order_in_batches_of_nearly_equal_size(siz
     sizes = list(map(len, batches))
     assert max(sizes) <= batch
     assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(0, 0), (0.5, 2), (1, 3), (2, 5), (4, 10), (0.1, 1)])
+def test_steps_suffice_for_the_epochs(epochs, steps):
+    assert Order(10, 4, 1).steps(epochs) == steps

@@ -10,7 +10,3 @@ def test_origins_come_back_as_they_were_added() -> None:
         origins.add(origin)
     assert origins.list(range(len(added))) == added
     assert origins.list([2, 0]) == ["hub:train:7", "a.jsonl:1"]
-
-
-def test_unknown_origins_are_an_empty_list() -> None:
-    assert Origins().list([0, 1]) == []

@@ -3,7 +3,6 @@
 import pytest
 
 from realrl.config.errors import UserError
-from realrl.data.dataset import Dataset
 
 USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 
@@ -20,20 +19,12 @@ USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "conte
         ([ASSISTANT], "must have several turns"),
     ],
 )
-def test_an_answer_that_would_not_be_learnt_is_refused(chat_tokenizer, write, settings, turns, words):
+def test_an_answer_that_would_not_be_learnt_is_refused(load, chat_tokenizer, turns, words):
     with pytest.raises(UserError, match=words.replace("?", r"\?")):
-        Dataset.load(
-            write([{"messages": turns}]),
-            "answer",
-            ("tokens", "loss_mask"),
-            chat_tokenizer,
-            settings(),
-            1,
-            (1,),
-        )
+        load([{"messages": turns}], "answer", ("tokens", "loss_mask"))
 
 
-def test_roles_that_only_the_template_knows_are_read(chat_tokenizer, write, settings):
+def test_roles_that_only_the_template_knows_are_read(load, chat_tokenizer, write):
     source = write([{"messages": [USER, {"role": "critic", "content": "c"}, ASSISTANT]}])
-    data = Dataset.load(source, "answer", ("tokens", "loss_mask"), chat_tokenizer, settings(), 1, (1,))
+    data = load(source, "answer", ("tokens", "loss_mask"))
     assert (len(data), data.skipped) == (1, 0)

@@ -83,13 +83,7 @@ SCHEMA = schema("add", a="string")
 
 @pytest.mark.parametrize(
     "tools",
-    [
-        [json.dumps(SCHEMA)],
-        SCHEMA,
-        json.dumps(SCHEMA),
-        json.dumps([SCHEMA]),
-        [SCHEMA],
-    ],
+    [[json.dumps(SCHEMA)], SCHEMA, json.dumps(SCHEMA), json.dumps([SCHEMA]), [SCHEMA]],
     ids=["texts", "object", "text of an object", "text of a list", "list"],
 )
 def test_schemas_of_tools_are_read_in_every_form(texts, tokenizer, write, tools):

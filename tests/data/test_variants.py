@@ -105,11 +105,6 @@ def test_records_in_usual_ways_become_the_tokens_of_the_fields_that_are_read(tex
     assert texts(record, form) == expected
 
 
-def test_every_variant_has_a_rewrite():
-    listed = {(form, fields) for form, spec in FORMS.items() for fields in spec.variants}
-    assert set(REWRITES) == listed
-
-
 def test_a_text_takes_no_template(texts):
     assert texts({"text": "the cat"}, "answer", apply_chat_template=True)["tokens"] == "<s>the cat</s>"
 
@@ -254,3 +249,8 @@ def test_an_implicit_prompt_ends_before_the_first_word_that_differs(chosen, reje
 def test_a_record_that_no_way_fits_is_named_with_what_is_accepted(texts, form, record, message):
     with pytest.raises(UserError, match=rf"data\.jsonl:1: .*{message}"):
         texts(record, form)
+
+
+def test_every_variant_has_a_rewrite():
+    listed = {(form, fields) for form, spec in FORMS.items() for fields in spec.variants}
+    assert set(REWRITES) == listed

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from realrl.algorithms.base.method import Metrics, ModelOutput
 from realrl.algorithms.distillation import OfflineDistillationConfig
 from realrl.algorithms.distillation_loss import DivergenceTrain, TopTeacher
-from realrl.algorithms.reward_model_loss import PairInference, RewardTrain
-from realrl.algorithms.sft_loss import SFTInference, SFTTrain
+from realrl.algorithms.reward_model_loss import PairMethod
+from realrl.algorithms.sft_loss import SFTMethod
 from realrl.data.balance import assign, partition_samples
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import Candidates
@@ -166,7 +166,7 @@ def batch(head: Head, shape: ModelShape) -> Batch:
     )
 
 
-class _EndlessGradient(SFTTrain):
+class _EndlessGradient(SFTMethod):
     """SFT whose gradient is not finite in the micro-batch that has a certain item, though its loss is."""
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[torch.Tensor, Metrics]:
@@ -180,10 +180,10 @@ def learn(model: Model, everything: Batch) -> dict[str, torch.Tensor]:
     inference, then generation; metrics by name, equal on every rank."""
     head, strategy = model.head, model.layout.placement.strategy
     dp_index = model.groups.data.index
-    methods = [RewardTrain()] * STEPS
+    methods = [PairMethod()] * STEPS
     if head == "lm":
         methods = [_EndlessGradient(), DivergenceTrain(OfflineDistillationConfig(divergence="jsd"))]
-    infer = SFTInference() if head == "lm" else PairInference()
+    infer = SFTMethod() if head == "lm" else PairMethod()
     costs = [sum(field.lengths[i] for field in everything.fields.values()) for i in range(len(everything))]
     mine = assign(costs, minibatches=2, dp=strategy.dp)[dp_index]
     items = sorted(i for part in mine for i in part)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from realrl.algorithms.sft_loss import SFTInference, SFTTrain
+from realrl.algorithms.sft_loss import SFTMethod
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling_noise import SamplingSeed
@@ -130,7 +130,7 @@ def check(model: Model, weights: Figures, expected: Figures, where: str) -> None
             packing = Packing.of(LENGTHS, CPU)
             logits = model.transformer.compute_logits(model.forward(tokens, packing, None))
         compare("logits", logits, expected["logits"], where)
-    scored, _ = model.infer(batch, SFTInference(), budget)
+    scored, _ = model.infer(batch, SFTMethod(), budget)
     if model.shard.last:
         compare("nll", scored["nll"].values, expected["nll"], where)
     sampling = GenerationConfig(greedy=True, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS)
@@ -152,7 +152,7 @@ def check(model: Model, weights: Figures, expected: Figures, where: str) -> None
 
     trainer.optimizer.step = noted  # type: ignore[method-assign]
     metrics = trainer.train(
-        batch, SFTTrain(), [list(range(len(LENGTHS)))], TrainOptions(max_tokens=budget), lr=LR
+        batch, SFTMethod(), [list(range(len(LENGTHS)))], TrainOptions(max_tokens=budget), lr=LR
     ).result()
     compare("norm", torch.tensor(metrics["grad_norm"]), expected["norm"], where)
     for name, region in regions.items():

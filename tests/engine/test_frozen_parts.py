@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from realrl.algorithms.sft_loss import SFTTrain
+from realrl.algorithms.sft_loss import SFTMethod
 from realrl.data.balance import assign
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.model import Model
@@ -193,7 +193,7 @@ def learn(case: str, placement: Placement, process: Process, groups: object) -> 
     for _ in range(STEPS):
         metrics = trainer.train(
             local,
-            SFTTrain(),
+            SFTMethod(),
             [list(range(len(items)))],
             TrainOptions(max_tokens=strategy.micro_batch_tokens, recompute=strategy.recompute),
             lr=OPTIMIZER.lr,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from realrl.algorithms.sft_loss import SFTTrain
+from realrl.algorithms.sft_loss import SFTMethod
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.parallel_groups import ParallelGroups
@@ -46,7 +46,7 @@ def learn(started: list[int], model: Model | None = None) -> torch.Tensor:
 
     trainer.optimizer.start_reduce, trainer.optimizer.step = note_start, note_step  # type: ignore[method-assign]
     for _ in range(2):
-        trainer.train(BATCH, SFTTrain(), [list(range(6))], TrainOptions(max_tokens=20), lr=1e-2)
+        trainer.train(BATCH, SFTMethod(), [list(range(6))], TrainOptions(max_tokens=20), lr=1e-2)
     return model.sets["base"].buffer.data[: sum(t.numel for t in model.parameters.tensors)].clone()
 
 

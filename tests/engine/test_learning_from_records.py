@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from realrl.algorithms.reward_model_loss import RewardTrain
-from realrl.algorithms.sft_loss import SFTTrain
+from realrl.algorithms.reward_model_loss import PairMethod
+from realrl.algorithms.sft_loss import SFTMethod
 from realrl.data.batch import Batch, Ragged
 from realrl.data.dataset import Dataset
 from realrl.engine.model import Model, make_unsharded_model
@@ -73,7 +73,7 @@ def test_the_loss_of_a_conversation_is_that_of_transformers_on_its_answers(
 
     trainer = Trainer(opened(world.actor, "lm"), OPTIMIZER)
     metrics = trainer.train(
-        data.batch([0]), SFTTrain(), [[0]], TrainOptions(max_tokens=1024), lr=0.0
+        data.batch([0]), SFTMethod(), [[0]], TrainOptions(max_tokens=1024), lr=0.0
     ).result()
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
@@ -92,7 +92,7 @@ def learn_pairs(world: World, batch: Batch, budget: int) -> tuple[dict[str, floa
     model = opened(world.reward, "scalar")
     everything = [list(range(len(batch)))]
     metrics = Trainer(model, OPTIMIZER).train(
-        batch, RewardTrain(), everything, TrainOptions(max_tokens=budget), lr=1e-2
+        batch, PairMethod(), everything, TrainOptions(max_tokens=budget), lr=1e-2
     )
     return metrics.result(), model.sets["base"].buffer.data
 

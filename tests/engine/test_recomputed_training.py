@@ -5,8 +5,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from realrl.algorithms.base.method import TrainMethod
-from realrl.algorithms.reward_model_loss import RewardTrain
-from realrl.algorithms.sft_loss import SFTTrain
+from realrl.algorithms.reward_model_loss import PairMethod
+from realrl.algorithms.sft_loss import SFTMethod
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.training.trainer import Trainer, TrainOptions
@@ -38,10 +38,10 @@ def rows(seed: int) -> Ragged:
 ONES = Ragged.scalars(torch.ones(len(LENGTHS), dtype=torch.int64))
 LOSS_MASK = Ragged.of([(torch.arange(n) > 0).long() for n in LENGTHS])
 WORK: dict[Head, tuple[Batch, TrainMethod]] = {
-    "lm": (Batch(tuple(range(6)), {"tokens": rows(1), "loss_mask": LOSS_MASK}), SFTTrain()),
+    "lm": (Batch(tuple(range(6)), {"tokens": rows(1), "loss_mask": LOSS_MASK}), SFTMethod()),
     "scalar": (
         Batch(tuple(range(6)), {"chosen": rows(1), "rejected": rows(2), "pairs_of_prompt": ONES}),
-        RewardTrain(),
+        PairMethod(),
     ),
 }
 

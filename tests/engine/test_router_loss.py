@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realrl.algorithms.base.method import TrainMethod
-from realrl.algorithms.reward_model_loss import RewardTrain
-from realrl.algorithms.sft_loss import SFTTrain
+from realrl.algorithms.reward_model_loss import PairMethod
+from realrl.algorithms.sft_loss import SFTMethod
 from realrl.data.balance import assign
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.model import Model, make_unsharded_model
@@ -48,10 +48,10 @@ def work(shape: ModelShape, head: Head) -> tuple[Batch, TrainMethod]:
         ones = Ragged.scalars(torch.ones(len(LENGTHS), dtype=torch.int64))
         return Batch(
             tuple(ITEMS), {"chosen": tokens, "rejected": rejected, "pairs_of_prompt": ones}
-        ), RewardTrain()
+        ), PairMethod()
     mask = torch.ones_like(tokens.values)
     mask[list(tokens.offsets[:-1])] = 0
-    return Batch(tuple(ITEMS), {"tokens": tokens, "loss_mask": Ragged(mask, tokens.lengths)}), SFTTrain()
+    return Batch(tuple(ITEMS), {"tokens": tokens, "loss_mask": Ragged(mask, tokens.lengths)}), SFTMethod()
 
 
 def gradients_of(

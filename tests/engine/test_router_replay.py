@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from realrl.algorithms.sft_loss import SFTInference, SFTTrain
+from realrl.algorithms.sft_loss import SFTMethod
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import Replay
 from realrl.engine.generation.generator import generate
@@ -182,8 +182,8 @@ def check_replay(model: Model, expected: Figures, where: str) -> None:
     """Compare log-probabilities and gradients with given experts with those of the reference."""
     batch, strategy = make_batch(model.shape), model.layout.placement.strategy
     limit = strategy.micro_batch_tokens
-    scored, _ = model.infer(batch, SFTInference(), limit, replays=REPLAYS)
-    own, _ = model.infer(batch.without(["experts"]), SFTInference(), limit)
+    scored, _ = model.infer(batch, SFTMethod(), limit, replays=REPLAYS)
+    own, _ = model.infer(batch.without(["experts"]), SFTMethod(), limit)
     if model.shard.last:
         torch.testing.assert_close(scored["nll"].values, expected["nll"], rtol=1e-4, atol=1e-4, msg=where)
         assert not torch.allclose(own["nll"].values, expected["nll"], rtol=1e-2, atol=1e-2)
@@ -200,7 +200,7 @@ def check_replay(model: Model, expected: Figures, where: str) -> None:
     trainer.optimizer.step = noted  # type: ignore[method-assign]
     metrics = trainer.train(
         batch,
-        SFTTrain(),
+        SFTMethod(),
         [list(range(len(batch)))],
         TrainOptions(max_tokens=limit, recompute=strategy.recompute),
         lr=0.01,
@@ -276,8 +276,8 @@ def test_rounding_in_the_router_moves_log_probabilities_unless_experts_are_repla
     )
     batch = Batch(samples.ids, {"tokens": rows, "loss_mask": mask, "experts": samples["routed_experts"]})
     recorded = torch.stack([row.sum() for row in samples["logprobs"].rows()])
-    own, _ = model.infer(batch.without(["experts"]), SFTInference(), 1 << 20)
-    replayed, _ = model.infer(batch, SFTInference(), 1 << 20, replays=REPLAYS)
+    own, _ = model.infer(batch.without(["experts"]), SFTMethod(), 1 << 20)
+    replayed, _ = model.infer(batch, SFTMethod(), 1 << 20, replays=REPLAYS)
     torch.testing.assert_close(-replayed["nll"].values, recorded, rtol=0, atol=1e-3)
     assert float((own["nll"].values + recorded).abs().max()) > 0.1
 
@@ -346,7 +346,7 @@ def test_the_balance_of_experts_is_that_of_replayed_ones() -> None:
     trainer = Trainer(model, OptimizerConfig(), router_loss=0.1)
     items = [list(range(len(batch)))]
     metrics = trainer.train(
-        batch, SFTTrain(), items, TrainOptions(max_tokens=30), lr=0.0, replays=REPLAYS
+        batch, SFTMethod(), items, TrainOptions(max_tokens=30), lr=0.0, replays=REPLAYS
     ).result()
     assert metrics["router_idle"] == pytest.approx(1 - mixture.per_token / mixture.experts)
     assert metrics["router_busiest"] == pytest.approx(mixture.experts / mixture.per_token)

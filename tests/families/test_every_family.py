@@ -104,12 +104,7 @@ def test_ranks_read_their_regions_alone(saved: tuple[str, Path], tp: int) -> Non
     shape = SHAPES[name]
     whole = FlatBuffer(model_tensors(shape, "lm"), torch.float32, "cpu")
     model_files.load(source, shape, model_tensors(shape, "lm"), whole)
-    placement = Placement(
-        Mesh(0, tp),
-        Strategy(
-            tp=tp,
-        ),
-    )
+    placement = Placement(Mesh(0, tp), Strategy(tp=tp))
     layout = build_layout(shape, "lm", placement)
     for rank in range(tp):
         tensors = layout.tensors(rank)

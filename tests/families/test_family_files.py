@@ -104,10 +104,7 @@ def test_a_family_that_cannot_write_is_refused_with_the_model_that_it_reads(tmp_
         ("norm='layr'", "FILE:19: LayerOptions: norm: 'layr' is not 'rms' or 'layer'; did you mean layer?"),
         ("qkv_bias=1", "FILE:19: LayerOptions: qkv_bias: 1 is not true or false"),
         ("qk_norms='all'", "FILE:19: LayerOptions: qk_norms: unknown key; did you mean qk_norm?"),
-        (
-            "norm='layer'), tensors=lambda *given: (",
-            "family=FILE: parameter attention_norm has no tensor",
-        ),
+        ("norm='layer'), tensors=lambda *given: (", "family=FILE: parameter attention_norm has no tensor"),
     ],
 )
 def test_a_contradiction_in_a_family_is_one_message(options: str, message: str, tmp_path: Path) -> None:

@@ -49,11 +49,7 @@ def test_every_registered_family_has_equal_layers(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layer", "kept"),
-    [
-        (3, 'spec.layer != 3 or spec.parameter != "out"'),
-        (15, "spec.layer != 15"),
-    ],
+    ("layer", "kept"), [(3, 'spec.layer != 3 or spec.parameter != "out"'), (15, "spec.layer != 15")]
 )
 def test_a_family_with_a_different_layer_is_refused(tmp_path: Path, layer: int, kept: str) -> None:
     body = f"return [spec for spec in decoder_tensors(shape, head, options) if {kept}]"

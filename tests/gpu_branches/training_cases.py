@@ -5,8 +5,8 @@ import torch
 from realrl.algorithms.base.method import TrainMethod
 from realrl.algorithms.distillation import OfflineDistillationConfig
 from realrl.algorithms.distillation_loss import DivergenceTrain
-from realrl.algorithms.reward_model_loss import RewardTrain
-from realrl.algorithms.sft_loss import SFTTrain
+from realrl.algorithms.reward_model_loss import PairMethod
+from realrl.algorithms.sft_loss import SFTMethod
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import Candidates
 from realrl.families.adapters import LowRank
@@ -86,6 +86,6 @@ def make_batch(head: Head, shape: ModelShape, lengths: tuple[int, ...]) -> Batch
 def list_methods(head: Head) -> list[tuple[TrainMethod, Candidates | None]]:
     """Train methods of a head, with their candidates."""
     if head == "scalar":
-        return [(RewardTrain(), None)]
+        return [(PairMethod(), None)]
     divergence = DivergenceTrain(OfflineDistillationConfig(divergence="jsd"))
-    return [(SFTTrain(), None), (divergence, Candidates(CANDIDATES, "teacher_ids"))]
+    return [(SFTMethod(), None), (divergence, Candidates(CANDIDATES, "teacher_ids"))]

@@ -4,7 +4,7 @@ from functools import cache
 
 import torch
 
-from realrl.algorithms.sft_loss import SFTInference, SFTTrain
+from realrl.algorithms.sft_loss import SFTMethod
 from realrl.data.balance import assign
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import Kind
@@ -67,13 +67,13 @@ def run_call(kind: Kind, model: Model) -> None:
     if kind is Kind.TRAIN:
         Trainer(model, OptimizerConfig()).train(
             local,
-            SFTTrain(),
+            SFTMethod(),
             [[items.index(i) for i in part] for part in mine],
             TrainOptions(max_tokens=strategy.micro_batch_tokens, recompute=strategy.recompute),
             lr=0.01,
         )
     elif kind is Kind.INFERENCE:
-        model.infer(local, SFTInference(), strategy.micro_batch_tokens)
+        model.infer(local, SFTMethod(), strategy.micro_batch_tokens)
     else:
         generate(
             model,

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from realrl.algorithms.base.method import InferenceMethod, TrainMethod
 from realrl.algorithms.distillation import OfflineDistillationConfig
 from realrl.algorithms.distillation_loss import DivergenceInference, DivergenceTrain, TopTeacher
-from realrl.algorithms.reward_model_loss import PairInference, RewardTrain
-from realrl.algorithms.sft_loss import SFTInference, SFTTrain
+from realrl.algorithms.reward_model_loss import PairMethod
+from realrl.algorithms.sft_loss import SFTMethod
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import Candidates
 from realrl.engine.dtypes import find_torch_dtype
@@ -120,11 +120,11 @@ class Sequences:
         if model.head == "lm":
             masks = Ragged.of([(torch.arange(n) > 0).long() for n in rows.lengths])
             batch = Batch(tuple(range(len(rows))), {"tokens": rows, "loss_mask": masks})
-            return cls(batch, SFTTrain(), SFTInference())
+            return cls(batch, SFTMethod(), SFTMethod())
         pairs = {"chosen": range(0, len(rows), 2), "rejected": range(1, len(rows), 2)}
         fields = {name: rows.select(which) for name, which in pairs.items()}
         fields["pairs_of_prompt"] = Ragged.scalars(torch.ones(len(rows) // 2, dtype=torch.int64))
-        return cls(Batch(tuple(range(len(rows) // 2)), fields), RewardTrain(), PairInference())
+        return cls(Batch(tuple(range(len(rows) // 2)), fields), PairMethod(), PairMethod())
 
 
 class LoneRank:

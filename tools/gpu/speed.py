@@ -21,7 +21,7 @@ from parity import time_decode
 from results import CPU, PLACE, attempt, over, record, replayed, seconds_of, sync
 from torch import Tensor
 
-from realrl.algorithms.sft_loss import SFTTrain
+from realrl.algorithms.sft_loss import SFTMethod
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.generation import decode_step
 from realrl.engine.generation.generator import generate
@@ -140,7 +140,7 @@ class TrainingStep:
         """Train once."""
         self._trainer.train(
             self._batch,
-            SFTTrain(),
+            SFTMethod(),
             self._minibatches,
             lr=1e-6,
             max_tokens=self.tokens,

@@ -1,6 +1,5 @@
 """Distillation on samples and on records: settings, calls and descriptions. No torch."""
 
-from dataclasses import dataclass
 from typing import Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -122,93 +121,68 @@ DIVERGENCE = "divergence"
 """Divergence at each token of an answer, 0 on the prompt."""
 
 
-@dataclass(frozen=True)
-class _Answers:
-    """Answers to learn from, and the calls on them that compare distributions over likeliest tokens."""
+_SAMPLED = ("sequences", ("prompt_length", "finished"), KEYS)
+_RECORDED = ("tokens", ("loss_mask",), (Key("tokens", "int64"), Key("loss_mask", "int64", "tokens")))
+"""Rows of prompts with answers, keys that say which tokens count, and the keys that samples or records give.
 
-    rows: str
-    """Key of prompts with answers."""
-    places: tuple[str, ...]
-    """Keys that say which tokens count."""
-    keys: tuple[Key, ...]
-    """Keys that records or samples give."""
-
-    def make_graph(self, top_k: int, *calls: Call) -> DataflowGraph:
-        """Make the graph of `calls`, after the teacher's and any sampling."""
-        teacher = self._call("teacher.inference", (), (IDS, TOP), Candidates(top_k, setting=_SETTING))
-        top = (Key(IDS, "int32", self.rows, top_k), Key(TOP, "float32", self.rows, top_k))
-        keys = (*self.keys, *top, Key(DIVERGENCE, "float32", self.rows))
-        sampling = [GENERATE] if self is _SAMPLED else []
-        return DataflowGraph.using([*sampling, teacher, *calls], keys)
-
-    def train(self, top_k: int, extra: tuple[str, ...] = (), minibatches: int = 1) -> Call:
-        """Train the actor; `extra` are more inputs."""
-        inputs, candidates = (*self.places, *extra, IDS, TOP), Candidates(top_k, IDS, _SETTING)
-        return self._call("actor.train", inputs, (), candidates, minibatches)
-
-    def compare(self, top_k: int) -> Call:
-        """Compute the divergence without training."""
-        inputs, candidates = (*self.places, IDS, TOP), Candidates(top_k, IDS, _SETTING)
-        return self._call("actor.inference", inputs, (DIVERGENCE,), candidates)
-
-    def _call(
-        self,
-        name: str,
-        inputs: tuple[str, ...],
-        outputs: tuple[str, ...],
-        candidates: Candidates,
-        minibatches: int = 1,
-    ) -> Call:
-        role, _, kind = name.partition(".")
-        rows = (self.rows,)
-        return Call(
-            name,
-            role,
-            Kind(kind),
-            (*rows, *inputs),
-            outputs,
-            work=rows,
-            minibatches=minibatches,
-            candidates=candidates,
-        )
+`loss_mask` is 1 on the tokens that count, never on the first of a row."""
 
 
-_SETTING = "distillation.top_k"
-_SAMPLED = _Answers("sequences", ("prompt_length", "finished"), KEYS)
-_RECORDED = _Answers("tokens", ("loss_mask",), (Key("tokens", "int64"), Key("loss_mask", "int64", "tokens")))
-"""Prompts and answers of records; `loss_mask` is 1 on the tokens that count, never on the first of a row."""
+def _make_graph(
+    answers: tuple[str, tuple[str, ...], tuple[Key, ...]],
+    top_k: int,
+    kind: Kind,
+    extra: tuple[str, ...] = (),
+    minibatches: int = 1,
+) -> DataflowGraph:
+    """Compare distributions over the teacher's likeliest tokens, and train the actor if `kind` is TRAIN.
+
+    `extra` are more inputs of the actor's call.
+    """
+    rows, places, keys = answers
+    setting, compared = "distillation.top_k", () if kind is Kind.TRAIN else (DIVERGENCE,)
+    teacher = Call(
+        "teacher.inference",
+        "teacher",
+        Kind.INFERENCE,
+        (rows,),
+        (IDS, TOP),
+        work=(rows,),
+        candidates=Candidates(top_k, setting=setting),
+    )
+    actor = Call(
+        f"actor.{kind}",
+        "actor",
+        kind,
+        (rows, *places, *extra, IDS, TOP),
+        compared,
+        work=(rows,),
+        minibatches=minibatches,
+        candidates=Candidates(top_k, IDS, setting),
+    )
+    made = (
+        Key(IDS, "int32", rows, top_k),
+        Key(TOP, "float32", rows, top_k),
+        Key(DIVERGENCE, "float32", rows),
+    )
+    sampling = [GENERATE] if answers is _SAMPLED else []
+    return DataflowGraph.using([*sampling, teacher, actor], (*keys, *made))
 
 
-def make_distillation_graph(experiment: DistillationExperiment) -> DataflowGraph:
-    """Sample, let the teacher look at the samples, and train."""
+def _make_train_graph(experiment: DistillationExperiment) -> DataflowGraph:
     config = experiment.distillation
     if config.top_k is not None:
-        train = _SAMPLED.train(config.top_k, ("logprobs",), config.minibatches)
-        return _SAMPLED.make_graph(config.top_k, train)
+        return _make_graph(_SAMPLED, config.top_k, Kind.TRAIN, ("logprobs",), config.minibatches)
     teacher = infer_on_sequences("teacher.inference", DRAWN.name)
     train = train_on_sequences("actor", ("logprobs", DRAWN.name), config.minibatches)
     return DataflowGraph.using((GENERATE, teacher, train), (*KEYS, DRAWN))
 
 
-def make_distillation_eval_graph(experiment: DistillationExperiment) -> DataflowGraph:
-    """Sample, and compare with the teacher."""
-    top_k = experiment.distillation.top_k
-    if top_k is not None:
-        return _SAMPLED.make_graph(top_k, _SAMPLED.compare(top_k))
+def _make_eval_graph(experiment: DistillationExperiment) -> DataflowGraph:
+    if experiment.distillation.top_k is not None:
+        return _make_graph(_SAMPLED, experiment.distillation.top_k, Kind.INFERENCE)
     teacher = infer_on_sequences("teacher.inference", DRAWN.name, ("prompt_length", "logprobs", "finished"))
     return DataflowGraph.using((GENERATE, teacher), (*KEYS, DRAWN))
-
-
-def make_offline_graph(experiment: OfflineDistillationExperiment) -> DataflowGraph:
-    """Let the teacher look at records, and train."""
-    top_k = experiment.distillation.top_k
-    return _RECORDED.make_graph(top_k, _RECORDED.train(top_k))
-
-
-def make_offline_eval_graph(experiment: OfflineDistillationExperiment) -> DataflowGraph:
-    """Compare with the teacher on records."""
-    top_k = experiment.distillation.top_k
-    return _RECORDED.make_graph(top_k, _RECORDED.compare(top_k))
 
 
 _ROLES = {"actor": RoleSpec("lm"), "teacher": RoleSpec("lm")}
@@ -224,8 +198,8 @@ DISTILLATION = AlgorithmSpec(
     recipe=DistillationExperiment,
     roles=_ROLES,
     form="prompt",
-    train_graph=make_distillation_graph,
-    eval_graph=make_distillation_eval_graph,
+    train_graph=_make_train_graph,
+    eval_graph=_make_eval_graph,
     generation=lambda experiment: experiment.generation,
     samples_per_prompt=lambda experiment: experiment.distillation.samples,
     epochs=lambda experiment: experiment.distillation.epochs,
@@ -242,11 +216,7 @@ DISTILLATION = AlgorithmSpec(
         "teacher.inference/divergence",
         "judge",
     ),
-    curves={
-        **_CURVE,
-        "teacher_kl": "KL to the teacher per answer (nats)",
-        "judge": "independent judge",
-    },
+    curves={**_CURVE, "teacher_kl": "KL to the teacher per answer (nats)", "judge": "independent judge"},
     summary=(
         *_SUMMARY,
         SummaryMetric("judge_before", "judge", "independent judge, before", at="first"),
@@ -259,8 +229,8 @@ OFFLINE_DISTILLATION = AlgorithmSpec(
     recipe=OfflineDistillationExperiment,
     roles=_ROLES,
     form="answer",
-    train_graph=make_offline_graph,
-    eval_graph=make_offline_eval_graph,
+    train_graph=lambda experiment: _make_graph(_RECORDED, experiment.distillation.top_k, Kind.TRAIN),
+    eval_graph=lambda experiment: _make_graph(_RECORDED, experiment.distillation.top_k, Kind.INFERENCE),
     generation=None,
     methods=import_later("realrl.algorithms.distillation_loss:make_offline_algorithm"),
     headlines=("actor.train/divergence", "actor.train/teacher_mass", "actor.inference/divergence"),

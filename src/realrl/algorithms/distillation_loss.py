@@ -27,7 +27,7 @@ from realrl.algorithms.distillation import (
     OfflineDistillationExperiment,
 )
 from realrl.algorithms.kl import MAX_LOG_RATIO
-from realrl.algorithms.policy_loss import LogprobsInference, PolicyTrain, compute_policy_loss
+from realrl.algorithms.policy_loss import LogprobsInference, PolicyTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import get_eval_generation
@@ -123,14 +123,14 @@ class _OnAnswers:
 def _find_answers(batch: Batch) -> Tensor:
     """Find the A tokens of answers among all T tokens. -> [A], ascending"""
     if "sequences" in batch.fields:
-        return Responses.of(batch["sequences"], batch["prompt_length"]).index
+        return Responses.find(batch).index
     return batch["loss_mask"].values.nonzero().squeeze(1)
 
 
 def _add_answer_means(metrics: Metrics, batch: Batch) -> None:
     """Add the length and end of sampled answers; nothing for records."""
     if "sequences" in batch.fields:
-        add_answer_means(metrics, batch, torch.tensor(float(len(_find_answers(batch)))))
+        add_answer_means(metrics, batch)
 
 
 # Distributions over the teacher's likeliest tokens.
@@ -196,18 +196,15 @@ class DivergenceTrain(_OnAnswers, PolicyTrain):
         self._config = config
 
     def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
-        """Measure the answers."""
         self.begin_step()
         metrics = Metrics()
         _add_answer_means(metrics, batch)
         return batch, metrics
 
     def weight(self, batch: Batch) -> float:
-        """Number of answer tokens."""
         return len(_find_answers(batch))
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
-        """Sum the divergence over answer tokens."""
         at = _find_answers(batch)
         found = _compute(self._config, batch, output, at)
         metrics = _measure(found, batch, at)
@@ -228,7 +225,7 @@ def _compare(config: DistillationConfig, batch: Batch) -> tuple[Responses, Diver
     Metrics: `divergence`, which training lowers, is a mean over tokens. `teacher_kl` is reverse KL summed over an
     answer, mean over answers.
     """
-    answers = Responses.of(batch["sequences"], batch["prompt_length"])
+    answers = Responses.find(batch)
     logprobs, teacher = (batch[key].values[answers.index] for key in ("logprobs", DRAWN.name))
     found = estimate_divergence(config, logprobs=logprobs, teacher_logprobs=teacher)
     metrics = Metrics()
@@ -263,27 +260,13 @@ class DrawnTrain(PolicyTrain):
         answers, found, metrics = _compare(self._config, batch)
         return batch.with_fields(advantages=answers.spread(found.advantages.float())), metrics
 
-    def weight(self, batch: Batch) -> float:
-        """Number of answer tokens."""
-        return len(_find_answers(batch))
-
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
-        """Sum the clipped surrogate over answer tokens."""
-        assert output.logprobs is not None and output.entropy is not None
-        at, clip = _find_answers(batch), self._config.clip
-        new, old = output.logprobs[at].float(), batch["logprobs"].values[at]
-        advantages = batch["advantages"].values[at]
-        result = compute_policy_loss(
-            log_ratio=new - old, advantages=advantages, clip_low=clip, clip_high=clip
-        )
-        metrics = self.measure_update(result, logprobs=new, old_logprobs=old, entropy=output.entropy[at])
-        return result.loss.sum(), metrics
+        return self.sum_clipped_loss(batch, output, _find_answers(batch), self._config.clip)
 
 
 def make_algorithm(
     experiment: DistillationExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
 ) -> StatelessAlgorithm:
-    """Give each call on samples its method."""
     config, generation = experiment.distillation, experiment.generation
     generate = GenerateMethod(generation, get_eval_generation(experiment))
     methods: dict[str, Method] = {"actor.generate": generate}
@@ -295,21 +278,16 @@ def make_algorithm(
             "actor.inference": DivergenceInference(config),
             "actor.train": DivergenceTrain(config, epochs=config.epochs, sampled=True),
         }
-    return StatelessAlgorithm(
-        graph=graph, eval_graph=eval_graph, methods=methods, temperature=generation.temperature
-    )
+    return StatelessAlgorithm(graph, eval_graph, methods, generation.temperature)
 
 
 def make_offline_algorithm(
     experiment: OfflineDistillationExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
 ) -> StatelessAlgorithm:
-    """Give each call on records its method."""
     config = experiment.distillation
     methods: dict[str, Method] = {
         "teacher.inference": TopTeacher(),
         "actor.inference": DivergenceInference(config),
         "actor.train": DivergenceTrain(config),
     }
-    return StatelessAlgorithm(
-        graph=graph, eval_graph=eval_graph, methods=methods, temperature=config.temperature
-    )
+    return StatelessAlgorithm(graph, eval_graph, methods, config.temperature)

@@ -6,20 +6,19 @@ from pydantic import PositiveInt, model_validator
 
 from realrl.algorithms.policy import (
     CURVES,
-    DESCRIPTION,
     GENERATE,
     HEADLINES,
     KEYS,
     PolicyModels,
     RewardedExperiment,
+    describe,
     infer_on_sequences,
     train_on_sequences,
 )
-from realrl.algorithms.rewards.graph import list_score_keys, score_sequences
+from realrl.algorithms.rewards.config import list_score_keys, score_sequences
 from realrl.config.base import Settings
 from realrl.config.lazy import import_later
 from realrl.dataflow.graph import DataflowGraph
-from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec
 from realrl.recipe.model import ModelConfig
 
 
@@ -85,19 +84,13 @@ def make_expert_iteration_graph(experiment: ExpertIterationExperiment) -> Datafl
     return DataflowGraph.using(calls, (*KEYS, *list_score_keys(experiment.reward)))
 
 
-ALGORITHM = AlgorithmSpec(
+ALGORITHM = describe(
     name="expert_iteration",
     recipe=ExpertIterationExperiment,
-    roles={
-        "actor": RoleSpec("lm"),
-        "ref": RoleSpec("lm", weights_from="actor", optional=True),
-        "reward": RoleSpec("scalar", optional=True),
-    },
     train_graph=make_expert_iteration_graph,
     samples_per_prompt=lambda experiment: experiment.expert_iteration.samples,
     epochs=lambda experiment: experiment.expert_iteration.epochs,
     methods=import_later("realrl.algorithms.expert_iteration_loss:ExpertIterationAlgorithm"),
     headlines=(*HEADLINES, "actor.train/loss", "actor.train/kept_score", "actor.train/kept", "judge"),
     curves={**CURVES, "kept_score": "score of what is learnt", "kept": "fraction of answers learnt"},
-    **DESCRIPTION,
 )

@@ -5,25 +5,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from realrl.algorithms.base.method import (
-    GenerateMethod,
-    Method,
-    Metrics,
-    ModelOutput,
-    PlainTrain,
-    StatelessAlgorithm,
-    Sum,
-)
+from realrl.algorithms.base.method import Metrics, ModelOutput, PlainTrain, StatelessAlgorithm, Sum
 from realrl.algorithms.base.rows import Responses, add_answer_means, gather_samples
 from realrl.algorithms.base.scoring import UnscoredError
 from realrl.algorithms.expert_iteration import ExpertIterationConfig, ExpertIterationExperiment
 from realrl.algorithms.kl import sequence_kl
-from realrl.algorithms.policy_loss import RefInference
+from realrl.algorithms.policy_loss import make_sampling_methods
 from realrl.algorithms.rewards.config import may_skip
-from realrl.algorithms.rewards.methods import make_reward_methods
 from realrl.data.batch import Batch, Ragged, copy_numbers
 from realrl.dataflow.graph import DataflowGraph
-from realrl.recipe.algorithm import get_eval_generation
 
 
 def select_answers(scores: Tensor, *, keep: int | None, threshold: float | None) -> Tensor:
@@ -47,12 +37,7 @@ class ExpertIterationTrain(PlainTrain):
     """Likelihood of the best sampled answers."""
 
     def __init__(
-        self,
-        config: ExpertIterationConfig,
-        *,
-        prompts: int,
-        restricted: bool = False,
-        skips: bool = False,
+        self, config: ExpertIterationConfig, *, prompts: int, restricted: bool = False, skips: bool = False
     ) -> None:
         """`prompts`: number per step. `restricted`: whether sampling excludes some tokens.
 
@@ -89,13 +74,13 @@ class ExpertIterationTrain(PlainTrain):
 
     def _summarize(self, batch: Batch, scores: Tensor, kept: Tensor, chosen: Tensor) -> Metrics:
         metrics, count = Metrics(), len(batch)
-        answers = Responses.of(batch["sequences"], batch["prompt_length"])
+        answers = Responses.find(batch)
         given = ~scores.isnan() | (not self._skips)
         metrics.mean("score", scores[given].sum(), given.sum())
         metrics.mean("kept_score", scores[kept > 0].sum(), kept.sum())
         metrics.mean("kept", kept.sum(), count)
         metrics.mean("prompts_without_kept", (~chosen.any(1)).double().mean(), 1.0)
-        add_answer_means(metrics, batch, answers.counts)
+        add_answer_means(metrics, batch)
         if self._skips:
             metrics.mean("skipped", (~given).double().sum(), count)
         if "ref_logprobs" in batch.fields:
@@ -135,27 +120,18 @@ class ExpertIterationAlgorithm(StatelessAlgorithm):
     def __init__(
         self, experiment: ExpertIterationExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
     ) -> None:
-        generation, reward = experiment.generation, experiment.reward
-        evaluated = get_eval_generation(experiment)
+        generation = experiment.generation
         train = ExpertIterationTrain(
             experiment.expert_iteration,
             prompts=experiment.data.batch,
             restricted=generation.restricted,
-            skips=may_skip(reward),
+            skips=may_skip(experiment.reward),
         )
-        methods: dict[str, Method] = {
-            "actor.generate": GenerateMethod(generation, evaluated),
-            "ref.inference": RefInference(restricted=evaluated.skews(generation.temperature)),
-            "actor.train": train,
-            **make_reward_methods(reward),
-        }
-        super().__init__(
-            graph=graph, eval_graph=eval_graph, methods=methods, temperature=generation.temperature
-        )
+        methods = {**make_sampling_methods(experiment), "actor.train": train}
+        super().__init__(graph, eval_graph, methods, generation.temperature)
         self._threshold = experiment.expert_iteration.threshold
 
     def notes(self, metrics: Mapping[str, float]) -> list[str]:
-        """Note if the step learnt no answer."""
         if metrics.get("actor.train/kept") != 0:
             return []
         bound = (

@@ -51,17 +51,13 @@ def _check_outputs(given: Any, call: Call, graph: DataflowGraph, batch: Batch) -
     wanted = f"a dict of {join(listed)}, a Ragged each" if listed else "an empty dict"
     if not isinstance(given, Mapping):
         return f"gave {_show(given)}; it must give {wanted}"
-    missing = [key for key in call.outputs if key not in given]
-    if missing:
+    if missing := [key for key in call.outputs if key not in given]:
         return f"gave no key {missing[0]!r}; it must give {wanted}"
-    unknown = [key for key in given if key not in call.outputs]
-    if unknown:
+    if unknown := [key for key in given if key not in call.outputs]:
         return f"gave a key {unknown[0]!r}, which the call does not have; it must give {wanted}"
-    for key in call.outputs:
-        problem = _check_rows(given[key], key, graph, {**batch.fields, **given}, len(batch))
-        if problem is not None:
-            return problem
-    return None
+    fields = {**batch.fields, **given}
+    problems = (_check_rows(given[key], key, graph, fields, len(batch)) for key in call.outputs)
+    return next((problem for problem in problems if problem is not None), None)
 
 
 def _check_rows(
@@ -82,41 +78,26 @@ def _check_rows(
         return f"gave values of shape {list(rows.values.shape)} as {key!r}; it must be {wanted}"
     length_key = graph.length_key(key)
     if length_key is None:
-        row = next((i for i, length in enumerate(rows.lengths) if length != 1), None)
-        if row is not None:
-            return (
-                f"gave {rows.lengths[row]} numbers for row {row} of {key!r}; the graph declares one number per"
-                " item"
-            )
+        wanted_lengths, why = (1,) * items, "the graph declares one number per item"
     elif length_key != key and isinstance(fields.get(length_key), Ragged):
-        expected = fields[length_key].lengths
-        pairs = enumerate(zip(rows.lengths, expected, strict=False))
-        row = next((i for i, (found, right) in pairs if found != right), None)
-        if row is not None:
-            return (
-                f"gave {rows.lengths[row]} numbers for row {row} of {key!r}; the graph declares as many as"
-                f" {length_key!r} has, {expected[row]}"
-            )
-    return None
-
-
-def check_function(given: Any, declared: Declared, inputs: FunctionInput) -> str | None:
-    """Check the outputs and metrics of a function."""
-    if not _is_pair(given):
-        return f"gave {_show(given)}; it must give a tuple of outputs and Metrics"
-    return check_outputs(given[0], declared, inputs.batch) or check_metrics(given[1])
+        wanted_lengths, why = fields[length_key].lengths, f"the graph declares as many as {length_key!r} has"
+    else:
+        return None
+    pairs = enumerate(zip(rows.lengths, wanted_lengths, strict=False))
+    row = next((i for i, (found, right) in pairs if found != right), None)
+    if row is None:
+        return None
+    expected = "" if length_key is None else f", {wanted_lengths[row]}"
+    return f"gave {rows.lengths[row]} numbers for row {row} of {key!r}; {why}{expected}"
 
 
 def check_metrics(given: Any, *_: Any) -> str | None:
-    """Check metrics: they consist of single numbers."""
     if not isinstance(given, Metrics):
         return f"gave {_show(given)}; it must give Metrics"
-    values = {name: [value] for name, value in given.maxima.items()}
-    values |= {name: [*pair] for name, pair in given.means.items()}
-    for name, numbers in values.items():
-        for value in numbers:
-            if not isinstance(value, Tensor) or value.dim() > 0:
-                return f"gave {_show(value)} for the metric {name!r}; a metric is made of single numbers"
+    means = [(name, value) for name, pair in given.means.items() for value in pair]
+    for name, value in (*given.maxima.items(), *means):
+        if not isinstance(value, Tensor) or value.dim() > 0:
+            return f"gave {_show(value)} for the metric {name!r}; a metric is made of single numbers"
     return None
 
 
@@ -139,7 +120,6 @@ def check_prepared(given: Any, batch: Batch, _: Sum) -> str | None:
 
 
 def check_weight(given: Any, _: Batch) -> str | None:
-    """Check the weight of a mini-batch."""
     if isinstance(given, Real) or (isinstance(given, Tensor) and given.dim() == 0):
         number = float(given)
         if isfinite(number) and number >= 0:
@@ -164,24 +144,20 @@ def check_loss(given: Any, _: Batch, output: ModelOutput) -> str | None:
 
 
 def check_flag(given: Any, *_: Any) -> str | None:
-    """Check a truth value."""
     return None if isinstance(given, bool) else f"gave {_show(given)}; it must be True or False"
 
 
 def check_positive(given: Any) -> str | None:
-    """Check a factor."""
     fits = isinstance(given, Real) and isfinite(given) and float(given) > 0
     return None if fits else f"gave {_show(given)}; it must be a number above 0"
 
 
 def check_notes(given: Any, _: Mapping[str, float]) -> str | None:
-    """Check notes for the user."""
     fits = isinstance(given, list) and all(isinstance(text, str) for text in given)
     return None if fits else f"gave {_show(given)}; it must give a list of texts"
 
 
 def check_state(given: Any) -> str | None:
-    """Check state that a checkpoint keeps."""
     if not isinstance(given, Mapping):
         return f"gave {_show(given)}; it must give a mapping from names to numbers"
     for name, value in given.items():
@@ -258,7 +234,6 @@ class GuardedObject:
         return _CONVERT.get(name, lambda value: value)(given)
 
     def _read(self, name: str, check: Check) -> Any:
-        """Read an attribute or property."""
         found = getattr(type(self._target), name, None)
         getter = found.fget if isinstance(found, property) else None
         read = getter or (lambda target: getattr(target, name))
@@ -291,30 +266,29 @@ class _ReductionError(BaseException):
         self.error = error
 
 
+_TRAIN_CHECKS: Mapping[str, Check] = {
+    "sequences": check_sequences,
+    "weight": check_weight,
+    "loss": check_loss,
+    "stop": check_flag,
+    "finish": check_metrics,
+    "prepare": check_prepared,
+}
+
+
 class GuardedTrain(GuardedObject):
     """Method of a train call."""
 
     def __init__(self, code: UserCode, method: Method, call: str) -> None:
-        checks: dict[str, Check] = {
-            "sequences": check_sequences,
-            "weight": check_weight,
-            "loss": check_loss,
-            "stop": check_flag,
-            "finish": check_metrics,
-            "prepare": check_prepared,
-        }
-        super().__init__(code, method, call, checks)
+        super().__init__(code, method, call, _TRAIN_CHECKS)
         self.epochs: int = self._read("epochs", check_positive)
         self.entropy: bool = self._read("entropy", check_flag)
 
     @property
     def head_scale(self) -> float:
-        """Factor of the head's learning rate."""
         return float(self._read("head_scale", check_positive))
 
     def prepare(self, batch: Batch, dp_sum: Sum) -> Any:
-        """Prepare the items of the call."""
-
         def reduce(tensor: Tensor) -> Tensor:
             try:
                 return dp_sum(tensor)
@@ -327,36 +301,32 @@ class GuardedTrain(GuardedObject):
             raise failed.error from None
 
 
+_ALGORITHM_CHECKS: Mapping[str, Check] = {
+    "notes": check_notes,
+    "state_dict": check_state,
+    "load_state_dict": check_nothing,
+}
+
+
 class GuardedAlgorithm(GuardedObject):
     """A user's algorithm, with guarded methods."""
 
     def __init__(
         self, code: UserCode, algorithm: Algorithm, name: str, methods: Mapping[str, Method]
     ) -> None:
-        checks: dict[str, Check] = {
-            "notes": check_notes,
-            "state_dict": check_state,
-            "load_state_dict": check_nothing,
-        }
-        super().__init__(code, algorithm, name, checks)
+        super().__init__(code, algorithm, name, _ALGORITHM_CHECKS)
         self.graph, self.eval_graph = algorithm.graph, algorithm.eval_graph
         self.temperature = float(self._read("temperature", check_positive))
-        self._methods = methods
-
-    def method(self, call: str) -> Method:
-        """Find the method of a call of either graph."""
-        return self._methods[call]
+        self.method = methods.__getitem__
 
 
 def guard_method(code: UserCode, method: Method, declared: Declared) -> Method:
-    """Guard the method of a call."""
     call = declared[0][0]
 
-    def outputs_are_declared(given: Any, batch: Batch, _: ModelOutput) -> str | None:
-        return check_outputs(given, declared, batch)
-
-    def results_are_declared(given: Any, inputs: FunctionInput) -> str | None:
-        return check_function(given, declared, inputs)
+    def check_call(given: Any, inputs: FunctionInput) -> str | None:
+        if not _is_pair(given):
+            return f"gave {_show(given)}; it must give a tuple of outputs and Metrics"
+        return check_outputs(given[0], declared, inputs.batch) or check_metrics(given[1])
 
     guarded: Any = method
     if call.kind is Kind.TRAIN:
@@ -364,7 +334,7 @@ def guard_method(code: UserCode, method: Method, declared: Declared) -> Method:
     elif call.kind is Kind.INFERENCE:
         checks: dict[str, Check] = {
             "sequences": check_sequences,
-            "outputs": outputs_are_declared,
+            "outputs": lambda given, batch, _: check_outputs(given, declared, batch),
             "metrics": check_metrics,
         }
         guarded = GuardedObject(code, method, call.name, checks)
@@ -373,7 +343,7 @@ def guard_method(code: UserCode, method: Method, declared: Declared) -> Method:
             "load": check_nothing,
             "wants": check_flag,
             "check_fields": check_nothing,
-            "call": results_are_declared,
+            "call": check_call,
         }
         guarded = GuardedObject(code, method, call.name, checks, alone=False)
     return cast(Method, guarded)

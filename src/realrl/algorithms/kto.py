@@ -31,7 +31,6 @@ class KTOConfig(Settings):
 
     @property
     def estimates_kl(self) -> bool:
-        """Whether the loss needs an estimate of the divergence."""
         return self.loss == "kto"
 
 

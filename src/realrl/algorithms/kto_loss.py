@@ -113,11 +113,9 @@ class KTOTrain(PlainTrain):
         return batch["tokens"]
 
     def weight(self, batch: Batch) -> float:
-        """Number of answers."""
         return len(batch)
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
-        """Compute the sum over answers."""
         logps = _sum_logprobs(batch["tokens"], batch["prompt_length"].values, output)
         log_ratio = logps - batch["ref_logps"].values.double()
         good = batch["label"].values != 0
@@ -130,11 +128,10 @@ class KTOTrain(PlainTrain):
 def make_algorithm(
     experiment: KTOExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
 ) -> StatelessAlgorithm:
-    """Give each call its method."""
     config = experiment.kto
     methods: dict[str, Method] = {
         "ref.inference": LabelledInference(config, "ref_"),
         "actor.inference": LabelledInference(config),
         "actor.train": KTOTrain(config),
     }
-    return StatelessAlgorithm(graph=graph, eval_graph=eval_graph, methods=methods)
+    return StatelessAlgorithm(graph, eval_graph, methods)

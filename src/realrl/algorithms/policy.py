@@ -1,17 +1,22 @@
 """What algorithms share that train a policy on its own samples: settings, calls, reports. No torch."""
 
-from collections.abc import Mapping
 from typing import Any, Literal, Self, TypeVar
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from realrl.algorithms.rewards.config import Rewards, RewardSetting, check_models, find_answer_reader
-from realrl.algorithms.rewards.graph import list_score_keys, score_sequences
+from realrl.algorithms.rewards.config import (
+    Rewards,
+    RewardSetting,
+    check_models,
+    find_answer_reader,
+    list_score_keys,
+    score_sequences,
+)
 from realrl.config.base import PRESENCE, Settings
 from realrl.config.explain import brief
 from realrl.dataflow.call import Call, Key, Kind, MovingAverage
 from realrl.dataflow.graph import DataflowGraph
-from realrl.recipe.algorithm import SummaryMetric
+from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, SummaryMetric
 from realrl.recipe.experiment import Experiment, Models
 from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.model import ModelConfig, TrainedModelConfig
@@ -207,22 +212,34 @@ CURVES = {
     "response_tokens": "tokens per completion",
 }
 
-DESCRIPTION: Mapping[str, Any] = {
-    "form": "prompt",
-    "eval_graph": lambda experiment: make_eval_graph(
-        reward=experiment.reward, reference=experiment.models.ref is not None
-    ),
-    "generation": lambda experiment: experiment.generation,
-    "answers": lambda experiment: find_answer_reader(experiment.reward),
-    "optional_calls": OPTIONAL_CALLS,
-    "optional_metrics": ("kl",),
-    "sample_keys": ("score",),
-    "summary": (
-        SummaryMetric("judge_before", "judge", "independent judge, before", at="first"),
-        SummaryMetric("judge_after", "judge", "independent judge, after"),
-        SummaryMetric("reward_before", "score", "reward's score, before", at="first"),
-        SummaryMetric("reward_after", "score", "reward's score, after"),
-        SummaryMetric("kl", "kl", "KL to the reference after (nats per sequence)"),
-    ),
+ROLES = {
+    "actor": RoleSpec("lm"),
+    "ref": RoleSpec("lm", weights_from="actor", optional=True),
+    "reward": RoleSpec("scalar", optional=True),
 }
-"""Fields of `AlgorithmSpec` that are the same for every algorithm whose recipe is a `RewardedExperiment`."""
+
+
+def describe(**fields: Any) -> AlgorithmSpec:
+    """Describe an algorithm whose recipe is a `RewardedExperiment`; `fields` are those that only it has."""
+    usual = {
+        "roles": ROLES,
+        "form": "prompt",
+        "eval_graph": lambda experiment: make_eval_graph(
+            reward=experiment.reward, reference=experiment.models.ref is not None
+        ),
+        "generation": lambda experiment: experiment.generation,
+        "answers": lambda experiment: find_answer_reader(experiment.reward),
+        "optional_calls": OPTIONAL_CALLS,
+        "optional_metrics": ("kl",),
+        "sample_keys": ("score",),
+        "headlines": (*HEADLINES, "judge"),
+        "curves": CURVES,
+        "summary": (
+            SummaryMetric("judge_before", "judge", "independent judge, before", at="first"),
+            SummaryMetric("judge_after", "judge", "independent judge, after"),
+            SummaryMetric("reward_before", "score", "reward's score, before", at="first"),
+            SummaryMetric("reward_after", "score", "reward's score, after"),
+            SummaryMetric("kl", "kl", "KL to the reference after (nats per sequence)"),
+        ),
+    }
+    return AlgorithmSpec(**{**usual, **fields})

@@ -5,10 +5,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from realrl.algorithms.policy import (
-    CURVES,
-    DESCRIPTION,
     GENERATE,
-    HEADLINES,
     KEYS,
     KLConfig,
     KLEstimator,
@@ -16,16 +13,17 @@ from realrl.algorithms.policy import (
     ReferenceConfig,
     RewardedExperiment,
     complete_reference,
+    describe,
     infer_on_sequences,
     list_averages,
     train_on_sequences,
 )
-from realrl.algorithms.rewards.graph import list_score_keys, score_sequences
+from realrl.algorithms.rewards.config import list_score_keys, score_sequences
 from realrl.config.base import derive_settings
 from realrl.config.lazy import import_later
 from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
-from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec
+from realrl.recipe.algorithm import AlgorithmSpec
 
 
 class PolicyKLConfig(KLConfig):
@@ -190,22 +188,14 @@ def _describe(name: str, about: str, **defaults: Any) -> AlgorithmSpec:
     title = name.title().replace("_", "")
     config = derive_settings(PolicyGradientConfig, f"{title}Config", about, defaults)
     recipe = derive_settings(PolicyGradientExperiment, f"{title}Experiment", about, {"policy": config()})
-    return AlgorithmSpec(
+    return describe(
         name=name,
         recipe=recipe,
-        roles={
-            "actor": RoleSpec("lm"),
-            "ref": RoleSpec("lm", weights_from="actor", optional=True),
-            "reward": RoleSpec("scalar", optional=True),
-        },
         train_graph=make_policy_gradient_graph,
         samples_per_prompt=lambda experiment: experiment.policy.samples,
         sampling_rounds=lambda experiment: experiment.policy.sampling_rounds,
         epochs=lambda experiment: experiment.policy.epochs,
         methods=import_later("realrl.algorithms.policy_gradient_loss:PolicyGradientAlgorithm"),
-        headlines=(*HEADLINES, "judge"),
-        curves=CURVES,
-        **DESCRIPTION,
     )
 
 

@@ -5,14 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from realrl.algorithms.base.method import (
-    GenerateMethod,
-    Method,
-    Metrics,
-    ModelOutput,
-    StatelessAlgorithm,
-    Sum,
-)
+from realrl.algorithms.base.method import GenerateMethod, Metrics, ModelOutput, StatelessAlgorithm, Sum
 from realrl.algorithms.base.rows import Responses, add_answer_means, gather_samples
 from realrl.algorithms.base.scoring import UnscoredError
 from realrl.algorithms.kl import MAX_LOG_RATIO, KLController, estimate_kl, sequence_kl
@@ -20,16 +13,15 @@ from realrl.algorithms.policy_gradient import GREEDY, PolicyGradientConfig, Poli
 from realrl.algorithms.policy_loss import (
     LogprobsInference,
     PolicyTrain,
-    RefInference,
     compute_policy_loss,
     global_moments,
+    make_sampling_methods,
     whiten,
 )
 from realrl.algorithms.rewards.config import may_skip
 from realrl.algorithms.rewards.methods import make_reward_methods
 from realrl.data.batch import Batch, Ragged, copy_numbers
 from realrl.dataflow.graph import DataflowGraph
-from realrl.recipe.algorithm import get_eval_generation
 
 # Advantages of groups are tables [prompts, samples] of float64, with NaN for answers that have no reward.
 
@@ -114,7 +106,7 @@ class PolicyGradientTrain(PolicyTrain):
         config = self._config
         self.begin_step()
         self._coef = self.kl.coef
-        answers = Responses.of(batch["sequences"], batch["prompt_length"])
+        answers = Responses.find(batch)
         rewards = self._rewards(batch, answers)
         table = self._gather(rewards, batch, dp_sum)
         if config.baseline == "greedy":
@@ -180,7 +172,7 @@ class PolicyGradientTrain(PolicyTrain):
         given = ~rewards.isnan() | (not self._skips)
         metrics.mean("score", batch["score"].values[given].sum(), given.sum())
         metrics.mean("reward", rewards[given].sum(), given.sum())
-        add_answer_means(metrics, batch, answers.counts)
+        add_answer_means(metrics, batch)
         if self._skips:
             metrics.mean("skipped", (~given).double().sum(), count)
         if self._config.samples > 1:
@@ -198,14 +190,14 @@ class PolicyGradientTrain(PolicyTrain):
 
     def weight(self, batch: Batch) -> float:
         """Number of answer tokens or, if all answers weigh the same, of answers."""
-        answers = self._answers(batch)
+        answers = Responses.find(batch)
         return answers.total if self._config.aggregate == "token_mean" else int((answers.counts > 0).sum())
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
         """Sum the policy loss, and the divergence if `kl.place` is `loss`, in the way of `aggregate`."""
         assert output.logprobs is not None and output.entropy is not None
         config = self._config
-        answers = self._answers(batch)
+        answers = Responses.find(batch)
         at = answers.index
         new = output.logprobs[at].float()
         sampled = batch["logprobs"].values[at]
@@ -224,9 +216,6 @@ class PolicyGradientTrain(PolicyTrain):
             reference = batch["ref_logprobs"].values[at]
             loss = loss + self._coef * estimate_kl(config.kl.estimator, logprobs=new, ref_logprobs=reference)
         return self._aggregate(loss, answers), metrics
-
-    def _answers(self, batch: Batch) -> Responses:
-        return Responses.of(batch["sequences"], batch["prompt_length"], kept=batch["kept"].values)
 
     def _log_ratio(self, log_ratio: Tensor, answers: Responses) -> Tensor:
         """Turn the log ratios of tokens into those that are clipped, see `PolicyGradientConfig.ratio`.
@@ -271,7 +260,6 @@ class PolicyGradientAlgorithm(StatelessAlgorithm):
         self, experiment: PolicyGradientExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
     ) -> None:
         generation, reward = experiment.generation, experiment.reward
-        evaluated = get_eval_generation(experiment)
         greedy = generation.model_copy(update={"greedy": True})
         self._train = PolicyGradientTrain(
             experiment.policy,
@@ -280,18 +268,14 @@ class PolicyGradientAlgorithm(StatelessAlgorithm):
             restricted=generation.restricted,
             skips=may_skip(reward),
         )
-        methods: dict[str, Method] = {
-            "actor.generate": GenerateMethod(generation, evaluated),
+        methods = {
+            **make_sampling_methods(experiment),
             "actor.generate_greedy": GenerateMethod(greedy, greedy),
             "actor.inference": LogprobsInference("old_logprobs"),
-            "ref.inference": RefInference(restricted=evaluated.skews(generation.temperature)),
             "actor.train": self._train,
-            **make_reward_methods(reward),
             **make_reward_methods(reward, prefix=GREEDY),
         }
-        super().__init__(
-            graph=graph, eval_graph=eval_graph, methods=methods, temperature=generation.temperature
-        )
+        super().__init__(graph, eval_graph, methods, generation.temperature)
 
     def state_dict(self) -> dict[str, float]:
         return self._train.kl.state_dict()

@@ -1,4 +1,4 @@
-"""What algorithms share that train a policy on its own samples: losses, divergences, moments, methods."""
+"""What algorithms share that train a policy on its own samples: losses, moments, methods."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -6,14 +6,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from realrl.algorithms.base.method import Metrics, ModelOutput, PlainInference, PlainTrain, Sum
+from realrl.algorithms.base.method import (
+    GenerateMethod,
+    Method,
+    Metrics,
+    ModelOutput,
+    PlainInference,
+    PlainTrain,
+    Sum,
+)
 from realrl.algorithms.base.rows import Responses
 from realrl.algorithms.kl import (
     MAX_LOG_RATIO,
     approximate_kl,
     sequence_kl,
 )
+from realrl.algorithms.policy import RewardedExperiment
+from realrl.algorithms.rewards.methods import make_reward_methods
 from realrl.data.batch import Batch, Ragged
+from realrl.recipe.algorithm import get_eval_generation
 
 
 class PolicyLoss(NamedTuple):
@@ -58,7 +69,6 @@ class Moments:
 
     @property
     def std(self) -> float:
-        """Standard deviation."""
         return float(self.variance**0.5)
 
 
@@ -97,7 +107,6 @@ class LogprobsInference(OnSequences, PlainInference):
         self.key = key
 
     def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
-        """Compute one number per token."""
         assert output.logprobs is not None
         return {self.key: Ragged(output.logprobs.float(), output.lengths)}
 
@@ -117,7 +126,7 @@ class RefInference(LogprobsInference):
         """
         metrics = Metrics()
         if "prompt_length" in batch.fields and "logprobs" in batch.fields:
-            answers = Responses.of(batch["sequences"], batch["prompt_length"])
+            answers = Responses.find(batch)
             metrics.mean("kl", sequence_kl(batch, answers, restricted=self._restricted).sum(), len(batch))
         return metrics
 
@@ -136,6 +145,23 @@ class PolicyTrain(OnSequences, PlainTrain):
         """Never stop early. The update of the first mini-batch follows."""
         self._updated = True
         return False
+
+    def weight(self, batch: Batch) -> float:
+        """Number of answer tokens that are kept."""
+        return Responses.find(batch).total
+
+    def sum_clipped_loss(
+        self, batch: Batch, output: ModelOutput, at: Tensor, clip: float
+    ) -> tuple[Tensor, Metrics]:
+        """Sum the clipped surrogate over the answer tokens `at` [A]. The sampler's policy is the old one."""
+        assert output.logprobs is not None and output.entropy is not None
+        new, old = output.logprobs[at].float(), batch["logprobs"].values[at]
+        advantages = batch["advantages"].values[at]
+        result = compute_policy_loss(
+            log_ratio=new - old, advantages=advantages, clip_low=clip, clip_high=clip
+        )
+        metrics = self.measure_update(result, logprobs=new, old_logprobs=old, entropy=output.entropy[at])
+        return result.loss.sum(), metrics
 
     def measure_update(
         self, result: PolicyLoss, *, logprobs: Tensor, old_logprobs: Tensor, entropy: Tensor
@@ -159,3 +185,15 @@ class PolicyTrain(OnSequences, PlainTrain):
         if not self._updated:
             change = (logprobs.detach() - old_logprobs).abs()
             metrics.max("sampler_trainer_mismatch", change.max() if len(change) else change.new_zeros(()))
+
+
+def make_sampling_methods(
+    experiment: RewardedExperiment, *, finished_only: bool = False
+) -> dict[str, Method]:
+    """Make the methods that sample, score and compare with the reference; `finished_only` as in `ScoreOptions`."""
+    generation, evaluated = experiment.generation, get_eval_generation(experiment)
+    return {
+        "actor.generate": GenerateMethod(generation, evaluated),
+        "ref.inference": RefInference(restricted=evaluated.skews(generation.temperature)),
+        **make_reward_methods(experiment.reward, finished_only=finished_only),
+    }

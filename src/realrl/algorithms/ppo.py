@@ -6,26 +6,25 @@ from typing import Literal, Self
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from realrl.algorithms.policy import (
-    CURVES,
-    DESCRIPTION,
     GENERATE,
     HEADLINES,
     KEYS,
+    ROLES,
     KLConfig,
     PolicyModels,
     ReferenceConfig,
     RewardedExperiment,
     complete_reference,
+    describe,
     infer_on_sequences,
     list_averages,
     train_on_sequences,
 )
-from realrl.algorithms.rewards.config import Rewards
-from realrl.algorithms.rewards.graph import list_score_keys, score_sequences
+from realrl.algorithms.rewards.config import Rewards, list_score_keys, score_sequences
 from realrl.config.lazy import import_later
 from realrl.dataflow.call import Key, MovingAverage
 from realrl.dataflow.graph import DataflowGraph
-from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec
+from realrl.recipe.algorithm import RoleSpec
 from realrl.recipe.model import TrainedModelConfig
 
 
@@ -123,20 +122,15 @@ def _make_train_graph(experiment: PPOExperiment) -> DataflowGraph:
     )
 
 
-ALGORITHM = AlgorithmSpec(
+_CRITIC = RoleSpec("scalar", weights_from="reward", weights_else="actor", dtype_from="actor")
+
+ALGORITHM = describe(
     name="ppo",
     recipe=PPOExperiment,
-    roles={
-        "actor": RoleSpec("lm"),
-        "critic": RoleSpec("scalar", weights_from="reward", weights_else="actor", dtype_from="actor"),
-        "ref": RoleSpec("lm", weights_from="actor", optional=True),
-        "reward": RoleSpec("scalar", optional=True),
-    },
+    roles={"actor": ROLES["actor"], "critic": _CRITIC, **ROLES},
     train_graph=_make_train_graph,
     epochs=lambda experiment: experiment.ppo.epochs,
     experience_calls=("actor.train", "critic.train"),
     methods=import_later("realrl.algorithms.ppo_loss:PPOAlgorithm"),
     headlines=(*HEADLINES, "critic.train/value_loss", "judge"),
-    curves=CURVES,
-    **DESCRIPTION,
 )

@@ -58,7 +58,6 @@ class ReturnScale:
         self._weight = self._total = self._squares = 0.0
 
     def update(self, returns: Moments) -> None:
-        """Add the returns of one step."""
         if self._mode == "none" or not returns.count:
             return
         keep, add = (1.0, returns.count) if self._mode == "running" else (self._beta, 1 - self._beta)
@@ -114,11 +113,6 @@ def add_to_batch(batch: Batch, experience: Experience, **values: Tensor) -> Batc
     return batch.with_fields(**rows, kept=Ragged.scalars(experience.kept.float()))
 
 
-def find_actions(batch: Batch) -> Responses:
-    """Find the action tokens of the sequences that are kept."""
-    return Responses.of(batch["sequences"], batch["prompt_length"], kept=batch["kept"].values)
-
-
 def to_reward_scale(values: Tensor, config: PPOConfig) -> Tensor:
     """Convert scores, or the critic's outputs, to the scale of rewards. Any shape"""
     return (values - config.reward_bias) * config.reward_scale
@@ -165,7 +159,7 @@ class ExperienceMaker:
         """Compute the experience of this rank's items, and update the statistics. Called once per step."""
         config, coef = self._config, self._kl.coef
         score, kept = self._keep(batch["score"].values, dp_sum)
-        answers = Responses.of(batch["sequences"], batch["prompt_length"])
+        answers = Responses.find(batch)
         actions = Responses.of(batch["sequences"], batch["prompt_length"], kept=kept)
         reference = batch["ref_logprobs" if "ref_logprobs" in batch.fields else "logprobs"]
         differences = batch["logprobs"].values - reference.values
@@ -222,7 +216,6 @@ class ExperienceMaker:
         return torch.where(score.isinf(), torch.nan, torch.where(kept, score, 0.0)), kept
 
     def state_dict(self) -> dict[str, float]:
-        """Save the statistics, and the number of steps they have seen."""
         return {"steps": self.steps, **self._kl.state_dict(), **self.return_scale.state_dict()}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 
 from realrl.algorithms.base.method import (
-    GenerateMethod,
-    Method,
     Metrics,
     ModelOutput,
     PlainInference,
@@ -21,9 +19,8 @@ from realrl.algorithms.base.rows import Responses, add_answer_means
 from realrl.algorithms.policy_loss import (
     OnSequences,
     PolicyTrain,
-    RefInference,
-    compute_policy_loss,
     global_moments,
+    make_sampling_methods,
     whiten,
 )
 from realrl.algorithms.ppo import PPOConfig, PPOExperiment
@@ -31,15 +28,12 @@ from realrl.algorithms.ppo_experience import (
     Experience,
     ExperienceMaker,
     add_to_batch,
-    find_actions,
     scored,
     to_reward_scale,
 )
 from realrl.algorithms.rewards.config import may_skip
-from realrl.algorithms.rewards.methods import make_reward_methods
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.graph import DataflowGraph
-from realrl.recipe.algorithm import get_eval_generation
 
 
 class ActorTrain(PolicyTrain):
@@ -80,24 +74,11 @@ class ActorTrain(PolicyTrain):
             metrics.mean("kl", experience.kl.sum(), count)
         if self._skips:
             metrics.mean("skipped", (~kept).double().sum(), count)
-        add_answer_means(metrics, batch, Responses.of(batch["sequences"], batch["prompt_length"]).counts)
+        add_answer_means(metrics, batch)
         return metrics
 
-    def weight(self, batch: Batch) -> int:
-        """Number of action tokens."""
-        return find_actions(batch).total
-
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
-        """Sum the policy loss over action tokens."""
-        assert output.logprobs is not None and output.entropy is not None
-        at, clip = find_actions(batch).index, self._config.clip
-        new, old = output.logprobs[at].float(), batch["logprobs"].values[at]
-        advantages = batch["advantages"].values[at]
-        result = compute_policy_loss(
-            log_ratio=new - old, advantages=advantages, clip_low=clip, clip_high=clip
-        )
-        metrics = self.measure_update(result, logprobs=new, old_logprobs=old, entropy=output.entropy[at])
-        return result.loss.sum(), metrics
+        return self.sum_clipped_loss(batch, output, Responses.find(batch).index, self._config.clip)
 
     def stop(self, metrics: dict[str, float]) -> bool:
         """Stop if the mean probability ratio of the mini-batch exceeds `early_stop_ratio`.
@@ -184,14 +165,12 @@ class CriticTrain(OnSequences, PlainTrain):
         metrics.mean("explained_variance", number(explained), 1.0)
         return add_to_batch(batch, experience, returns=experience.returns), metrics
 
-    def weight(self, batch: Batch) -> int:
-        """Number of action tokens."""
-        return find_actions(batch).total
+    def weight(self, batch: Batch) -> float:
+        return Responses.find(batch).total
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
-        """Sum the value loss over action tokens."""
         assert output.values is not None
-        actions = find_actions(batch)
+        actions = Responses.find(batch)
         at, unit = actions.index, self.experience_maker.return_scale.std
         result = value_loss(
             values=to_reward_scale(output.values[at - 1].float(), self._config) / unit,
@@ -215,26 +194,17 @@ class PPOAlgorithm(StatelessAlgorithm):
     def __init__(
         self, experiment: PPOExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
     ) -> None:
-        config, generation, reward = experiment.ppo, experiment.generation, experiment.reward
+        config, generation = experiment.ppo, experiment.generation
         self._config, self._generation = config, generation
-        evaluated = get_eval_generation(experiment)
-        restricted, skips = generation.restricted, may_skip(reward)
+        restricted, skips = generation.restricted, may_skip(experiment.reward)
         actor = ActorTrain(config, restricted=restricted, skips=skips)
         critic = CriticTrain(config, restricted=restricted, skips=skips)
-        methods: dict[str, Method] = {
-            "actor.generate": GenerateMethod(generation, evaluated),
-            "ref.inference": RefInference(restricted=evaluated.skews(generation.temperature)),
-            "critic.inference": CriticInference(config),
-            "actor.train": actor,
-            "critic.train": critic,
-            **make_reward_methods(reward, finished_only=config.truncated == "bootstrap"),
-        }
-        temperature = generation.temperature
-        super().__init__(graph=graph, eval_graph=eval_graph, methods=methods, temperature=temperature)
+        methods = make_sampling_methods(experiment, finished_only=config.truncated == "bootstrap")
+        methods |= {"critic.inference": CriticInference(config), "actor.train": actor, "critic.train": critic}
+        super().__init__(graph, eval_graph, methods, generation.temperature)
         self._experience_makers = (actor.experience_maker, critic.experience_maker)
 
     def notes(self, metrics: Mapping[str, float]) -> list[str]:
-        """Note if `truncated: bootstrap` leaves most scores unused."""
         finished = metrics.get("actor.train/finished", 1.0)
         if self._config.truncated != "bootstrap" or not finished < FEW_FINISHED:
             return []

@@ -7,7 +7,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 from realrl.algorithms.policy import ReferenceConfig, drop_reference, list_averages
 from realrl.config.base import PRESENCE, derive_settings
 from realrl.config.lazy import import_later
-from realrl.dataflow.call import Call, Key, Kind, MovingAverage
+from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, SummaryMetric
 from realrl.recipe.experiment import Experiment, Models
@@ -57,7 +57,6 @@ class PreferenceConfig(ReferenceConfig):
 
     @property
     def per_token(self) -> bool:
-        """Whether scores are divided by the number of tokens."""
         if self.length_normalization is None:
             return self.loss in _PER_TOKEN
         return self.length_normalization
@@ -120,32 +119,22 @@ _KEYS = (
 pair weighs 1 / `pairs_of_prompt`."""
 
 
-def _make_graph(
-    experiment: PreferenceExperiment,
-    kind: Kind,
-    outputs: tuple[str, ...] = (),
-    averages: tuple[MovingAverage, ...] = (),
-) -> DataflowGraph:
-    """Make the graph of a call of the actor, after that of the reference if there is one."""
-    scored = _REF_LOGPS if experiment.preference.reference != "none" else ()
+def _make_graph(experiment: PreferenceExperiment, kind: Kind) -> DataflowGraph:
+    """Make the graph of a call of the actor, after that of the reference if there is one.
+
+    Inference computes log-probabilities of both answers of each pair, and `chosen_nll` if the loss includes it.
+    """
+    config, models = experiment.preference, experiment.models
+    scored = _REF_LOGPS if config.reference != "none" else ()
+    outputs: tuple[str, ...] = ()
+    if kind is Kind.INFERENCE:
+        outputs = _LOGPS if config.nll_coef == 0 else (*_LOGPS, "chosen_nll")
     inputs = (*_PAIR, "pairs_of_prompt", *scored)
     calls = [Call(f"actor.{kind}", "actor", kind, inputs, outputs, work=SIDES)]
-    if experiment.models.ref is not None:
+    if models.ref is not None:
         calls.insert(0, Call("ref.inference", "ref", Kind.INFERENCE, _PAIR, _REF_LOGPS, work=SIDES))
+    averages = list_averages(config, models.actor, models.ref) if kind is Kind.TRAIN else ()
     return DataflowGraph.using(calls, _KEYS, averages)
-
-
-def make_preference_graph(experiment: PreferenceExperiment) -> DataflowGraph:
-    """Train the actor on pairs."""
-    models = experiment.models
-    averages = list_averages(experiment.preference, models.actor, models.ref)
-    return _make_graph(experiment, Kind.TRAIN, averages=averages)
-
-
-def make_preference_eval_graph(experiment: PreferenceExperiment) -> DataflowGraph:
-    """Compute log-probabilities of both answers of each pair, and `chosen_nll` if the loss includes it."""
-    outputs = _LOGPS if experiment.preference.nll_coef == 0 else (*_LOGPS, "chosen_nll")
-    return _make_graph(experiment, Kind.INFERENCE, outputs)
 
 
 def _describe(name: str, about: str, **defaults: Any) -> AlgorithmSpec:
@@ -157,13 +146,10 @@ def _describe(name: str, about: str, **defaults: Any) -> AlgorithmSpec:
     return AlgorithmSpec(
         name=name,
         recipe=recipe,
-        roles={
-            "actor": RoleSpec("lm"),
-            "ref": RoleSpec("lm", weights_from="actor", optional=True),
-        },
+        roles={"actor": RoleSpec("lm"), "ref": RoleSpec("lm", weights_from="actor", optional=True)},
         form="pair",
-        train_graph=make_preference_graph,
-        eval_graph=make_preference_eval_graph,
+        train_graph=lambda experiment: _make_graph(experiment, Kind.TRAIN),
+        eval_graph=lambda experiment: _make_graph(experiment, Kind.INFERENCE),
         generation=None,
         methods=import_later("realrl.algorithms.preference_loss:make_algorithm"),
         optional_calls=("ref.inference",),

@@ -6,22 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from realrl.algorithms.base.method import (
-    Method,
-    Metrics,
-    ModelOutput,
-    PlainInference,
-    PlainTrain,
-    StatelessAlgorithm,
-    Sum,
-)
-from realrl.algorithms.base.rows import (
-    Responses,
-    add_pair_means,
-    pair_rows,
-    pair_weights,
-    rate_order,
-)
+from realrl.algorithms.base.method import Metrics, ModelOutput, PlainTrain, StatelessAlgorithm, Sum
+from realrl.algorithms.base.rows import Responses, add_pair_means, pair_rows, pair_weights, rate_order
 from realrl.algorithms.preference import SIDES, PreferenceConfig, PreferenceExperiment
 from realrl.data.batch import Batch, Ragged, copy_numbers
 from realrl.dataflow.graph import DataflowGraph
@@ -148,7 +134,7 @@ def _add_nll(metrics: Metrics, config: PreferenceConfig, batch: Batch, nll: Tens
     metrics.mean("nll", (nll * weights).sum(), (_count_nll_tokens(config, batch) * weights).sum())
 
 
-class PairLogprobs(PlainInference):
+class RefLogprobs:
     """Log-probabilities of both answers of each pair, under the reference."""
 
     prefix = "ref_"
@@ -161,14 +147,18 @@ class PairLogprobs(PlainInference):
         sums = zip(SIDES, sum_logprobs(batch, output), strict=True)
         return {f"{self.prefix}{side}_logps": Ragged.scalars(of.float()) for side, of in sums}
 
+    def metrics(self, batch: Batch) -> Metrics:
+        return Metrics()
 
-class PreferenceInference(PairLogprobs):
-    """Log-probabilities of both answers of each pair, under the actor."""
+
+class PreferenceMethod(RefLogprobs, PlainTrain):
+    """Loss of preference pairs; each pair weighs 1 / (pairs of its prompt). Evaluations measure the same."""
 
     prefix = ""
 
     def __init__(self, config: PreferenceConfig) -> None:
         self._config = config
+        self._tokens_per_weight = 1.0
 
     def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
         """Compute one number per answer, and the NLL of chosen sequences if the loss includes it."""
@@ -191,14 +181,6 @@ class PreferenceInference(PairLogprobs):
             _add_nll(metrics, config, batch, batch["chosen_nll"].values.double())
         return metrics
 
-
-class PreferenceTrain(PlainTrain):
-    """Loss of preference pairs; each pair weighs 1 / (pairs of its prompt)."""
-
-    def __init__(self, config: PreferenceConfig) -> None:
-        self._config = config
-        self._tokens_per_weight = 1.0
-
     def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
         """Find the tokens per pair over all ranks. They divide the NLL of a pair."""
         if self._config.nll_coef > 0:
@@ -208,15 +190,10 @@ class PreferenceTrain(PlainTrain):
             self._tokens_per_weight = max(total, 1.0) / max(pairs, 1e-12)
         return batch, Metrics()
 
-    def sequences(self, batch: Batch) -> Ragged:
-        return pair_rows(batch)
-
     def weight(self, batch: Batch) -> float:
-        """Total weight of the pairs."""
         return float(pair_weights(batch).sum())
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
-        """Compute the weighted sum over pairs."""
         config = self._config
         losses, metrics = _compare(config, batch, sum_logprobs(batch, output))
         if config.nll_coef > 0:
@@ -230,11 +207,6 @@ class PreferenceTrain(PlainTrain):
 def make_algorithm(
     experiment: PreferenceExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
 ) -> StatelessAlgorithm:
-    """Give each call its method."""
-    config = experiment.preference
-    methods: dict[str, Method] = {
-        "ref.inference": PairLogprobs(),
-        "actor.inference": PreferenceInference(config),
-        "actor.train": PreferenceTrain(config),
-    }
-    return StatelessAlgorithm(graph=graph, eval_graph=eval_graph, methods=methods)
+    method = PreferenceMethod(experiment.preference)
+    methods = {"ref.inference": RefLogprobs(), "actor.inference": method, "actor.train": method}
+    return StatelessAlgorithm(graph, eval_graph, methods)

@@ -86,12 +86,10 @@ def name_answers(count: int) -> tuple[str, ...]:
 
 
 def name_scores(count: int) -> tuple[str, ...]:
-    """Name the keys of the scores of ranked answers."""
     return tuple(f"score_{i}" for i in range(count))
 
 
 def list_pair_inputs(margins: bool) -> tuple[str, ...]:
-    """List the inputs of calls on pairs."""
     return (*PAIR, "pairs_of_prompt", *(("margin",) if margins else ()))
 
 
@@ -121,11 +119,11 @@ _COMMON: dict[str, Any] = {
 
 ALGORITHM = AlgorithmSpec(
     name="reward",
+    methods=import_later("realrl.algorithms.reward_model_loss:make_pair_algorithm"),
     recipe=RewardExperiment,
     form="pair",
     train_graph=_make_pair_graph,
     eval_graph=lambda experiment: _make_pair_graph(experiment, ("chosen_score", "rejected_score")),
-    methods=import_later("realrl.algorithms.reward_model_loss:make_pair_algorithm"),
     curves={"loss": "loss per pair (nats)", "accuracy": "pairs ranked right"},
     summary=(SummaryMetric("reward_pair_accuracy", "accuracy", "reward model: held-out pairs ranked right"),),
     **_COMMON,
@@ -133,11 +131,11 @@ ALGORITHM = AlgorithmSpec(
 
 RANKED = AlgorithmSpec(
     name="ranked_reward",
+    methods=import_later("realrl.algorithms.reward_model_loss:make_ranking_algorithm"),
     recipe=RankedRewardExperiment,
     form="ranked",
     train_graph=_make_ranking_graph,
     eval_graph=lambda experiment: _make_ranking_graph(experiment, score=True),
-    methods=import_later("realrl.algorithms.reward_model_loss:make_ranking_algorithm"),
     curves={"loss": "loss per ranking (nats)", "accuracy": "pairs of answers ranked right"},
     summary=(
         SummaryMetric("ranked_reward_accuracy", "accuracy", "reward model: held-out answers ranked right"),
@@ -147,11 +145,11 @@ RANKED = AlgorithmSpec(
 
 PROCESS = AlgorithmSpec(
     name="process_reward",
+    methods=import_later("realrl.algorithms.reward_model_loss:make_step_algorithm"),
     recipe=ProcessRewardExperiment,
     form="steps",
     train_graph=lambda experiment: make_reward_graph(_STEP_KEYS, _STEPS, _STEPS[:1]),
     eval_graph=lambda experiment: make_reward_graph(_STEP_KEYS, _STEPS, _STEPS[:1], ("step_scores",)),
-    methods=import_later("realrl.algorithms.reward_model_loss:make_step_algorithm"),
     curves={"loss": "loss per step (nats)", "accuracy": "steps judged right"},
     summary=(
         SummaryMetric("process_reward_accuracy", "accuracy", "process reward: held-out steps judged right"),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from realrl.algorithms.base.method import Method, Metrics, ModelOutput, PlainTrain, StatelessAlgorithm
+from realrl.algorithms.base.method import Metrics, ModelOutput, PlainTrain, StatelessAlgorithm
 from realrl.algorithms.base.rows import (
     add_pair_means,
     interleave,
@@ -61,8 +61,8 @@ def step_loss(*, scores: Tensor, right: Tensor) -> Tensor:
     return functional.softplus(torch.where(right, -scores, scores))
 
 
-class _OnPairs:
-    """Rows of pairs, and the loss of their scores."""
+class PairMethod(PlainTrain):
+    """Bradley-Terry loss over pairs; each pair weighs 1 / (pairs of its prompt)."""
 
     def __init__(self, config: PairLossConfig | None = None) -> None:
         self._config = config or PairLossConfig()
@@ -84,6 +84,22 @@ class _OnPairs:
             losses = losses + self._config.center_rewards_coefficient * (chosen + rejected).square()
         return losses
 
+    def weight(self, batch: Batch) -> float:
+        return float(pair_weights(batch).sum())
+
+    def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
+        chosen, rejected = self._scores(output)
+        loss = (self._losses(batch, chosen, rejected) * pair_weights(batch).float()).sum()
+        return loss, self._summarize(batch, chosen.detach(), rejected.detach())
+
+    def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
+        """Compute `chosen_score` and `rejected_score`, one number per pair."""
+        chosen, rejected = self._scores(output)
+        return {"chosen_score": Ragged.scalars(chosen), "rejected_score": Ragged.scalars(rejected)}
+
+    def metrics(self, batch: Batch) -> Metrics:
+        return self._summarize(batch, batch["chosen_score"].values, batch["rejected_score"].values)
+
     def _summarize(self, batch: Batch, chosen: Tensor, rejected: Tensor) -> Metrics:
         """Compute weighted means over pairs; in `accuracy`, ties count half. chosen, rejected: [N] scores"""
         metrics, margin = Metrics(), chosen.double() - rejected.double()
@@ -99,40 +115,13 @@ class _OnPairs:
         return metrics
 
 
-class PairInference(_OnPairs):
-    """Scores of both sequences of each pair."""
-
-    def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
-        """Compute `chosen_score` and `rejected_score`, one number per pair."""
-        chosen, rejected = self._scores(output)
-        return {"chosen_score": Ragged.scalars(chosen), "rejected_score": Ragged.scalars(rejected)}
-
-    def metrics(self, batch: Batch) -> Metrics:
-        return self._summarize(batch, batch["chosen_score"].values, batch["rejected_score"].values)
-
-
-class RewardTrain(_OnPairs, PlainTrain):
-    """Bradley-Terry loss over pairs; each pair weighs 1 / (pairs of its prompt)."""
-
-    def weight(self, batch: Batch) -> float:
-        """Total weight of the pairs."""
-        return float(pair_weights(batch).sum())
-
-    def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
-        """Compute the weighted sum over pairs."""
-        chosen, rejected = self._scores(output)
-        loss = (self._losses(batch, chosen, rejected) * pair_weights(batch).float()).sum()
-        return loss, self._summarize(batch, chosen.detach(), rejected.detach())
-
-
-class _OnRankings:
-    """Rows of ranked answers, and their scores."""
+class RankingMethod(PlainTrain):
+    """Plackett-Luce loss over rankings."""
 
     def __init__(self, config: RankingConfig) -> None:
         self._config = config
 
     def sequences(self, batch: Batch) -> Ragged:
-        """The answers of each item, the best first."""
         return interleave(batch, name_answers(self._config.answers))
 
     def _scores(self, output: ModelOutput) -> Tensor:
@@ -159,12 +148,7 @@ class _OnRankings:
         metrics.mean("score", scores.double().mean(1).sum(), count)
         return metrics
 
-
-class RankingInference(_OnRankings):
-    """Scores of ranked answers."""
-
     def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
-        """Compute one score per answer."""
         columns = zip(name_scores(self._config.answers), self._scores(output).unbind(1), strict=True)
         return {name: Ragged.scalars(scores.contiguous()) for name, scores in columns}
 
@@ -172,22 +156,16 @@ class RankingInference(_OnRankings):
         columns = [batch[name].values for name in name_scores(self._config.answers)]
         return self._summarize(torch.stack(columns, 1))
 
-
-class RankingTrain(_OnRankings, PlainTrain):
-    """Plackett-Luce loss over rankings."""
-
     def weight(self, batch: Batch) -> float:
-        """Number of rankings."""
         return len(batch)
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
-        """Compute the sum over rankings."""
         scores = self._scores(output)
         return self._losses(scores).sum(), self._summarize(scores.detach())
 
 
-class _OnSteps:
-    """Answers in steps, and the scores of steps."""
+class StepMethod(PlainTrain):
+    """Loss over steps; all steps of the global batch weigh the same."""
 
     def sequences(self, batch: Batch) -> Ragged:
         return batch["tokens"]
@@ -213,27 +191,16 @@ class _OnSteps:
         metrics.mean("wrong_score", scores[~right].double().sum(), (~right).sum())
         return metrics
 
-
-class StepInference(_OnSteps):
-    """Scores of steps."""
-
     def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
-        """Compute one score per step."""
         return {"step_scores": Ragged(self._scores(batch, output), batch["step_ends"].lengths)}
 
     def metrics(self, batch: Batch) -> Metrics:
         return self._summarize(batch, batch["step_scores"].values)
 
-
-class StepTrain(_OnSteps, PlainTrain):
-    """Loss over steps; all steps of the global batch weigh the same."""
-
     def weight(self, batch: Batch) -> float:
-        """Number of steps."""
         return len(batch["step_ends"].values)
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
-        """Compute the sum over steps."""
         scores = self._scores(batch, output)
         right = batch["step_labels"].values != 0
         return step_loss(scores=scores, right=right).sum(), self._summarize(batch, scores.detach())
@@ -242,28 +209,22 @@ class StepTrain(_OnSteps, PlainTrain):
 def make_pair_algorithm(
     experiment: RewardExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
 ) -> StatelessAlgorithm:
-    """Give each call on pairs its method."""
-    return _make_algorithm(RewardTrain(experiment.loss), PairInference(experiment.loss), graph, eval_graph)
+    return _make_algorithm(PairMethod(experiment.loss), graph, eval_graph)
 
 
 def make_ranking_algorithm(
     experiment: RankedRewardExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
 ) -> StatelessAlgorithm:
-    """Give each call on rankings its method."""
-    return _make_algorithm(
-        RankingTrain(experiment.loss), RankingInference(experiment.loss), graph, eval_graph
-    )
+    return _make_algorithm(RankingMethod(experiment.loss), graph, eval_graph)
 
 
 def make_step_algorithm(
     experiment: ProcessRewardExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
 ) -> StatelessAlgorithm:
-    """Give each call on steps its method."""
-    return _make_algorithm(StepTrain(), StepInference(), graph, eval_graph)
+    return _make_algorithm(StepMethod(), graph, eval_graph)
 
 
 def _make_algorithm(
-    train: Method, inference: Method, graph: DataflowGraph, eval_graph: DataflowGraph | None
+    method: PairMethod | RankingMethod | StepMethod, graph: DataflowGraph, eval_graph: DataflowGraph | None
 ) -> StatelessAlgorithm:
-    methods = {"reward.train": train, "reward.inference": inference}
-    return StatelessAlgorithm(graph=graph, eval_graph=eval_graph, methods=methods)
+    return StatelessAlgorithm(graph, eval_graph, {"reward.train": method, "reward.inference": method})

@@ -1,8 +1,12 @@
 """Sampling without training, which `realrl generate` runs: settings, calls and description. No torch."""
 
 from realrl.algorithms.policy import GENERATE, KEYS
-from realrl.algorithms.rewards.config import RewardSetting, find_answer_reader
-from realrl.algorithms.rewards.graph import list_score_keys, score_sequences
+from realrl.algorithms.rewards.config import (
+    RewardSetting,
+    find_answer_reader,
+    list_score_keys,
+    score_sequences,
+)
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, get_eval_generation
 from realrl.recipe.experiment import Experiment, Models
@@ -29,7 +33,6 @@ class SamplingExperiment(Experiment):
 
     @property
     def is_scored(self) -> bool:
-        """Whether answers get scores."""
         return self.reward is not None or self.models.reward is not None
 
 
@@ -49,12 +52,8 @@ def _make_methods(
     generation = experiment.generation
     generate = GenerateMethod(generation, get_eval_generation(experiment))
     scoring = make_reward_methods(experiment.reward) if experiment.is_scored else {}
-    return StatelessAlgorithm(
-        graph=graph,
-        eval_graph=eval_graph,
-        methods={"actor.generate": generate, **scoring},
-        temperature=generation.temperature,
-    )
+    methods = {"actor.generate": generate, **scoring}
+    return StatelessAlgorithm(graph, eval_graph, methods, generation.temperature)
 
 
 ALGORITHM = AlgorithmSpec(

@@ -28,7 +28,6 @@ first token of a row, which nothing predicts."""
 
 
 def train_graph() -> DataflowGraph:
-    """Train the actor, in one call."""
     return DataflowGraph([Call("actor.train", "actor", Kind.TRAIN, INPUTS, work=("tokens",))], KEYS)
 
 

@@ -3,28 +3,36 @@
 import torch
 from torch import Tensor
 
-from realrl.algorithms.base.method import Method, Metrics, ModelOutput, PlainTrain, StatelessAlgorithm
+from realrl.algorithms.base.method import Metrics, ModelOutput, PlainTrain, StatelessAlgorithm
 from realrl.algorithms.base.rows import row_sums
 from realrl.algorithms.sft import SFTExperiment
 from realrl.data.batch import Batch, Ragged, copy_numbers
 from realrl.dataflow.graph import DataflowGraph
 
 
-def _nll(batch: Batch, output: ModelOutput) -> Tensor:
-    """Compute -log p of each token to learn, and 0 for the others: [T]."""
-    assert output.logprobs is not None
-    return -output.logprobs.masked_fill(batch["loss_mask"].values == 0, 0)
-
-
-class SFTInference:
-    """Negative log-likelihood of the tokens to learn."""
+class SFTMethod(PlainTrain):
+    """Cross-entropy over the tokens to learn; all tokens of the global batch weigh the same."""
 
     def sequences(self, batch: Batch) -> Ragged:
         return batch["tokens"]
 
+    def _nll(self, batch: Batch, output: ModelOutput) -> Tensor:
+        """Compute -log p of each token to learn, and 0 for the others: [T]."""
+        assert output.logprobs is not None
+        return -output.logprobs.masked_fill(batch["loss_mask"].values == 0, 0)
+
+    def weight(self, batch: Batch) -> float:
+        return int(batch["loss_mask"].values.sum())
+
+    def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
+        loss = self._nll(batch, output).sum()
+        metrics = Metrics()
+        metrics.mean("loss", loss, batch["loss_mask"].values.sum())
+        return loss, metrics
+
     def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
         """Compute `nll`, one number per item, summed over its tokens to learn."""
-        nll, lengths = _nll(batch, output), batch["tokens"].lengths
+        nll, lengths = self._nll(batch, output), batch["tokens"].lengths
         items = torch.arange(len(lengths), device=nll.device)
         rows = items.repeat_interleave(copy_numbers(lengths, nll.device), output_size=len(nll))
         return {"nll": Ragged.scalars(row_sums(nll, rows, len(lengths)).float())}
@@ -36,27 +44,8 @@ class SFTInference:
         return metrics
 
 
-class SFTTrain(PlainTrain):
-    """Cross-entropy over the tokens to learn; all tokens of the global batch weigh the same."""
-
-    def sequences(self, batch: Batch) -> Ragged:
-        return batch["tokens"]
-
-    def weight(self, batch: Batch) -> float:
-        """Number of tokens to learn."""
-        return int(batch["loss_mask"].values.sum())
-
-    def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
-        """Sum -log p over the tokens to learn."""
-        loss = _nll(batch, output).sum()
-        metrics = Metrics()
-        metrics.mean("loss", loss, batch["loss_mask"].values.sum())
-        return loss, metrics
-
-
 def make_algorithm(
     experiment: SFTExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
 ) -> StatelessAlgorithm:
-    """Give each call its method."""
-    methods: dict[str, Method] = {"actor.train": SFTTrain(), "actor.inference": SFTInference()}
-    return StatelessAlgorithm(graph=graph, eval_graph=eval_graph, methods=methods)
+    method = SFTMethod()
+    return StatelessAlgorithm(graph, eval_graph, {"actor.train": method, "actor.inference": method})

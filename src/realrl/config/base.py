@@ -32,7 +32,6 @@ class Settings(BaseModel):
 
     @classmethod
     def written_fields(cls) -> dict[str, FieldInfo]:
-        """List the fields that may be written, by name."""
         return {name: of for name, of in cls.model_fields.items() if of.json_schema_extra != DERIVED}
 
     @model_validator(mode="before")

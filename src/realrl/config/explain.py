@@ -83,7 +83,6 @@ def brief(value: Any) -> str:
 
 
 def shorten(text: str) -> str:
-    """Cut long text."""
     return text if len(text) <= _LONG else f"{text[:_LONG]}..."
 
 
@@ -181,7 +180,6 @@ def _show_part(part: int | str) -> str:
 
 
 def _describe_problem(error: ErrorDetails, cls: type[Settings], other_names: Mapping[str, OtherName]) -> str:
-    """Describe a problem without its location."""
     kind, value, location = error["type"], error["input"], error["loc"]
     context = error.get("ctx", {})
     if kind == "extra_forbidden":
@@ -202,10 +200,14 @@ def _describe_problem(error: ErrorDetails, cls: type[Settings], other_names: Map
         return f"{brief(value)} must be {words} {_number(context[limit])}"
     if kind == "string_too_short":
         return "must not be empty"
-    if kind == "too_short":
-        return f"{brief(value)} has {context['actual_length']} entries; at least {context['min_length']} are needed"
-    if kind == "too_long":
-        return f"{brief(value)} has {context['actual_length']} entries; at most {context['max_length']} can be used"
+    if kind in ("too_short", "too_long"):
+        least = kind == "too_short"
+        limit = (
+            f"at least {context['min_length']} are needed"
+            if least
+            else f"at most {context['max_length']} can be used"
+        )
+        return f"{brief(value)} has {context['actual_length']} entries; {limit}"
     if kind == "invalid_key":
         return f"{brief(location[-1])} is not text, so it cannot be a key"
     if kind == "recursion_loop":
@@ -259,10 +261,8 @@ def _suggest(
         value = value[first]
     path = [*place, *inside]
     found = translate_name(path, place, cls, other_names)
-    if found is not None and len(inside) > 1:
-        return found[0], f"for {_join_path(path)}, {found[1]}"
     if found is not None:
-        return found
+        return found if len(inside) == 1 else (found[0], f"for {_join_path(path)}, {found[1]}")
     near = nearest(key, section.written_fields())
     elsewhere = next((known for known in list_paths(cls) if known.split(".")[-1] == key), None)
     meant = elsewhere if near is None else _join_path([*location[:-1], near])
@@ -315,7 +315,6 @@ def _find_targets(
 
 
 def list_paths(cls: type[Settings], prefix: str = "") -> Iterable[str]:
-    """List the dotted path of every field under a class."""
     for name, info in cls.written_fields().items():
         yield prefix + name
         inner = section_class(info)

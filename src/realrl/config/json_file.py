@@ -84,10 +84,7 @@ def parse_rows(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 def write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write one JSON object per line, atomically. Raises OSError."""
     # A function may return half a surrogate pair; it becomes an escape, which is valid JSON.
-    with (
-        whole_file(file) as partial,
-        partial.open("w", encoding="utf-8", errors="backslashreplace") as lines,
-    ):
+    with whole_file(file) as partial, partial.open("w", encoding="utf-8", errors="backslashreplace") as lines:
         for row in rows:
             lines.write(json.dumps(replace_infinite(row), ensure_ascii=False) + "\n")
 

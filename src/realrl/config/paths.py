@@ -47,13 +47,9 @@ def is_yaml(path: str) -> bool:
     return Path(path).suffix in (".yaml", ".yml")
 
 
-def _make_yaml_absolute(value: str) -> str:
-    return make_absolute(value) if is_yaml(value) else value
-
-
 # Absolute paths let the config.yaml of a run work from any directory. A setting that may name a file has one of
 # these types, `recipe.sources.SourceList`, `user_code.FunctionReference`, or a validator of its own.
 PathOrName = Annotated[str, AfterValidator(make_absolute)]
 """Setting with the name of a file, a directory, or something else; an existing path becomes absolute."""
-YamlOrName = Annotated[str, AfterValidator(_make_yaml_absolute)]
+YamlOrName = Annotated[str, AfterValidator(lambda value: make_absolute(value) if is_yaml(value) else value)]
 """Setting with the name of a YAML file or, for example, a preset; an existing file becomes absolute."""

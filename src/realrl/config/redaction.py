@@ -14,45 +14,20 @@ _LINE = 20
 """Minimum characters of a line that is searched for on its own, in values of several lines."""
 _SHORT = 8
 """Minimum characters of an environment value that is searched for: `1` and `true` are everywhere."""
-_SECRETS = frozenset(
-    (
-        "apikey",
-        "authorization",
-        "bearer",
-        "credential",
-        "credentials",
-        "passphrase",
-        "passwd",
-        "password",
-        "secret",
-    )
-)
-_KEYS = frozenset(
-    ("access", "account", "api", "auth", "encryption", "license", "private", "secret", "signing", "ssh")
-)
+
+
+def _split(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+_SECRETS = _split("apikey authorization bearer credential credentials passphrase passwd password secret")
+_KEYS = _split("access account api auth encryption license private secret signing ssh")
 """Words before `key` that make it secret."""
-_TEXT_TOKENS = frozenset(
-    (
-        "begin",
-        "bos",
-        "class",
-        "cls",
-        "end",
-        "eos",
-        "image",
-        "mask",
-        "pad",
-        "sep",
-        "special",
-        "start",
-        "stop",
-        "unk",
-    )
-)
+_TEXT_TOKENS = _split("begin bos class cls end eos image mask pad sep special start stop unk")
 """Words before `token` that make it a token of a vocabulary."""
-_ABOUT = frozenset(("dir", "directory", "endpoint", "env", "file", "name", "path", "uri", "url", "variable"))
+_ABOUT = _split("dir directory endpoint env file name path uri url variable")
 """Last words of names that describe a secret but do not contain one."""
-_QUERY = frozenset(("auth", "code", "key", "sig", "signature"))
+_QUERY = _split("auth code key sig signature")
 """Parameters of addresses that are secrets, in addition to secret names."""
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")

@@ -43,5 +43,4 @@ def load_registered(kind: str, point: EntryPoint) -> Any:
 
 
 def name_package(point: EntryPoint) -> str:
-    """Name the package of an entry."""
     return point.dist.name if point.dist is not None else _PACKAGE

@@ -12,7 +12,6 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from importlib.util import find_spec
 from itertools import islice
 from numbers import Number
 from pathlib import Path
@@ -46,16 +45,16 @@ class UserCode:
     def _import(self, source: str) -> ModuleType:
         if self.file is None:
             with self.errors("cannot be imported:"):
-                found = _is_module(source)
-            if not found:
+                module = importlib.import_module(source) if _is_module(source) else None
+            if module is None:
                 raise UserError(f"{self.label}: there is no module {source}; write FILE.py or package.module")
-            with self.errors("cannot be imported:"):
-                module = importlib.import_module(source)
             self.file = Path(module.__file__).resolve() if module.__file__ else None
             return module
         if not self.file.is_file():
             raise UserError(f"{self.label}: there is no file {self.file}")
-        spec = importlib.util.spec_from_file_location(_module_name(self.file), self.file)
+        # Files in different folders may share a name.
+        name = f"realrl_user_{crc32(str(self.file).encode()):08x}_{self.file.stem}"
+        spec = importlib.util.spec_from_file_location(name, self.file)
         assert spec is not None and spec.loader is not None, "a .py file has a loader"
         if spec.name in sys.modules:
             return sys.modules[spec.name]
@@ -100,20 +99,18 @@ class UserCode:
         except BaseException as error:  # the user's code may raise anything
             if _may_be_signal(error):
                 raise
+            frames = traceback.extract_tb(error.__traceback__)
+            theirs = [frame for frame in frames if Path(frame.filename).resolve() in files]
+            place = f"{Path(theirs[-1].filename).resolve()}:{theirs[-1].lineno}" if theirs else ""
             mistake = _describe_mistake(error)
             if mistake is not None:
-                theirs = _frames_in(files, traceback.extract_tb(error.__traceback__))
-                where = _format_place(theirs[-1]) if theirs else self.label
-                raise UserError(f"{where}: {mistake}") from None
-            # The first frames belong to this package.
-            frames = traceback.extract_tb(error.__traceback__)
-            theirs = _frames_in(files, frames)
-            if theirs:
-                frames = traceback.StackSummary.from_list(frames[frames.index(theirs[0]) :])
-            where = f" ({_format_place(theirs[-1])})" if theirs else ""
+                raise UserError(f"{place or self.label}: {mistake}") from None
+            listed = ""
+            if theirs:  # the first frames belong to this package
+                listed = "".join(traceback.StackSummary.from_list(frames[frames.index(theirs[0]) :]).format())
+            where = place and f" ({place})"
             text = " ".join(_read_message(error).split())
             reason = f"{type(error).__name__}{text and ': '}{text}"
-            listed = "".join(frames.format()) if theirs else ""
             trace = "".join(
                 ["Traceback (most recent call last):\n", listed, *traceback.format_exception_only(error)]
             )
@@ -161,14 +158,6 @@ def _read_message(error: BaseException) -> str:
         return ""
 
 
-def _frames_in(files: Set[Path | None], frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
-    return [frame for frame in frames if Path(frame.filename).resolve() in files]
-
-
-def _format_place(frame: traceback.FrameSummary) -> str:
-    return f"{Path(frame.filename).resolve()}:{frame.lineno}"
-
-
 def _may_be_signal(error: BaseException) -> bool:
     """Tell whether an exception may come from a signal handler, such as Ctrl-C's.
 
@@ -193,11 +182,6 @@ def _is_module(name: str) -> bool:
         raise
 
 
-def _module_name(file: Path) -> str:
-    """Make a module name that is unique for the file: files in different folders may share a name."""
-    return f"realrl_user_{crc32(str(file).encode()):08x}_{file.stem}"
-
-
 class UserFunction:
     """A user's function, which a setting names; it is called and its results are checked."""
 
@@ -214,65 +198,59 @@ class UserFunction:
         function: Any = self._code.attribute(reference.rpartition(":")[2])
         if not callable(function):
             raise UserError(f"{self.label} is not a function")
-        if _is_async_generator(function):
+        called = (function, type(function).__call__)  # a function, or an object with `__call__`
+        if any(map(inspect.isasyncgenfunction, called)):
             raise UserError(f"{self.label} is an async generator; return a list")
-        if _is_async(function) and not awaits:
+        if any(map(inspect.iscoroutinefunction, called)) and not awaits:
             raise UserError(f"{self.label} is async; write a plain function")
-        self._function: Callable[..., Any] = function
-        self._parameters = _parameters(function)
+        self._function = function
+        self.has_signature, self._parameters = True, dict[str, inspect.Parameter]()
+        """Whether Python knows its arguments, which it does not for some functions written in C."""
+        try:
+            self._parameters = dict(inspect.signature(function).parameters)
+        except (TypeError, ValueError):
+            self.has_signature = False
 
     @property
     def required(self) -> tuple[str, ...]:
         """Arguments that must be given by name."""
-        return tuple(
-            name
-            for name, parameter in (self._parameters or {}).items()
-            if parameter.default is parameter.empty and parameter.kind not in _COLLECTING
-        )
+        parameters = self._parameters.items()
+        return tuple(n for n, p in parameters if p.default is p.empty and p.kind not in _COLLECTING)
 
     @property
     def positional(self) -> tuple[str, ...]:
         """Arguments that cannot be given by name and must be given."""
-        parameters = (self._parameters or {}).items()
+        parameters = self._parameters.items()
         return tuple(n for n, p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty)
 
     @property
     def first(self) -> str | None:
         """Argument that the first value without a name goes to; None if there is none, or Python does not know."""
         kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
-        parameters = (self._parameters or {}).items()
-        return next((name for name, parameter in parameters if parameter.kind not in kinds), None)
-
-    @property
-    def has_signature(self) -> bool:
-        """Whether Python knows its arguments, which it does not for some functions written in C."""
-        return self._parameters is not None
+        return next((name for name, p in self._parameters.items() if p.kind not in kinds), None)
 
     def names(self, name: str) -> bool:
         """Tell whether it lists an argument of that name that can be given by name."""
-        parameter = (self._parameters or {}).get(name)
+        parameter = self._parameters.get(name)
         return parameter is not None and parameter.kind not in (*_COLLECTING, parameter.POSITIONAL_ONLY)
 
     def accepts(self, name: str) -> bool:
         """Tell whether it can be given an argument of that name."""
-        if self._parameters is None:
-            return True
         if name in self._parameters and self._parameters[name].kind not in _COLLECTING:
             return True
-        return any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
+        return takes_any or not self.has_signature
 
     def state_dict(self) -> Any:
         """Return its state if it is an object with `state_dict` and `load_state_dict`; None otherwise.
 
         Raises UserCodeError if that raises, or returns anything except JSON values.
         """
-        if not all(
-            callable(getattr(self._function, name, None)) for name in ("state_dict", "load_state_dict")
-        ):
+        functions = ("state_dict", "load_state_dict")
+        if not all(callable(getattr(self._function, name, None)) for name in functions):
             return None
-        function: Any = self._function
         with self._code.errors("raised in state_dict:"):
-            state = function.state_dict()
+            state = self._function.state_dict()
         try:
             json.dumps(state)
         except (TypeError, ValueError, RecursionError):
@@ -283,9 +261,8 @@ class UserFunction:
 
     def load_state_dict(self, state: Any) -> None:
         """Load a state of `state_dict`. Raises UserCodeError if that raises."""
-        function: Any = self._function
         with self._code.errors("raised in load_state_dict:"):
-            function.load_state_dict(state)
+            self._function.load_state_dict(state)
 
     def numbers(self, count: int, *arguments: Any, **named: Any) -> list[float]:
         """Call it for `count` completions. Returns a finite number for each.
@@ -371,11 +348,7 @@ def resolve_reference(reference: str) -> str:
         if not file.is_file():
             raise UserError(f"there is no file {file}")
         return f"{file}:{function}"
-    try:
-        found = find_spec(source.partition(".")[0]) is not None
-    except ValueError:  # an impossible package name
-        found = False
-    if not found:
+    if not _is_module(source.partition(".")[0]):
         raise UserError(f"there is no module {source}; write FILE.py or package.module")
     return reference
 
@@ -401,24 +374,6 @@ FunctionReference = Annotated[str, AfterValidator(_resolve_field)]
 """Setting with a user's function; the path of its file becomes absolute."""
 
 
-def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
-    """Find the parameters of a function by name; None if Python does not know them, as for some C functions."""
-    try:
-        return dict(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return None
-
-
-def _is_async(function: Callable[..., Any]) -> bool:
-    """Check whether a call returns an awaitable, for a function or an object with `__call__`."""
-    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
-
-
-def _is_async_generator(function: Callable[..., Any]) -> bool:
-    """Check whether a call returns an asynchronous iterator."""
-    return any(map(inspect.isasyncgenfunction, (function, type(function).__call__)))
-
-
 def _is_vector(given: Any) -> bool:
     """Check whether a value is a collection: a list, a vector, a generator; not text or a number."""
     if isinstance(given, str | bytes) or getattr(given, "ndim", 1) == 0:
@@ -427,11 +382,9 @@ def _is_vector(given: Any) -> bool:
 
 
 def show(value: Any) -> str:
-    """Format a wrong value for an error message."""
     try:
         text = str(value) if value is None or isinstance(value, Number) else repr(value)
     except Exception:  # a user's class may raise anything, and so may a huge number
         return f"a {type(value).__name__}"
-    if value is None or isinstance(value, Number):
-        return text if len(text) <= 40 else text[:40] + "..."
-    return f"{type(value).__name__} {text if len(text) <= 40 else text[:40] + '...'}"
+    text = text if len(text) <= 40 else f"{text[:40]}..."
+    return text if value is None or isinstance(value, Number) else f"{type(value).__name__} {text}"

@@ -50,7 +50,6 @@ def format_bytes(number: float) -> str:
 
 
 def not_devices(value: Any) -> str:
-    """Make the error message for a wrong number of devices."""
     return f"{brief(value)} is not understood; write nodes x devices per node, for example 1x2 or 2x8+1x4"
 
 
@@ -62,7 +61,6 @@ def check_cluster(value: Any) -> Any:
 
 
 def find_last(pattern: str | re.Pattern[str], text: str) -> re.Match[str] | None:
-    """Find the last match of a regular expression."""
     return next(iter(deque(re.finditer(pattern, text), maxlen=1)), None)
 
 

@@ -96,7 +96,6 @@ class Ragged:
         return cls(values, (1,) * values.numel())
 
     def to(self, device: torch.device) -> "Ragged":
-        """Copy the rows to another device."""
         return Ragged(_move([self.values], device)[0], self.lengths)
 
 
@@ -126,15 +125,12 @@ class Batch:
         return Batch(ids, {key: field.select(positions) for key, field in self.fields.items()})
 
     def with_fields(self, **fields: Ragged) -> "Batch":
-        """Copy the batch with fields added or replaced."""
         return Batch(self.ids, {**self.fields, **fields})
 
     def without(self, keys: Collection[str]) -> "Batch":
-        """Copy the batch without some of its fields."""
         return Batch(self.ids, {key: field for key, field in self.fields.items() if key not in keys})
 
     def to(self, device: torch.device) -> "Batch":
-        """Copy the batch to another device."""
         values = _move([field.values for field in self.fields.values()], device)
         moved = zip(self.fields.items(), values, strict=True)
         return Batch(self.ids, {key: Ragged(there, field.lengths) for (key, field), there in moved})

@@ -6,8 +6,7 @@ template writes for the earlier turns with the generation prompt.
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import jinja2
@@ -27,7 +26,6 @@ _REWRITTEN = (
     " apart; give another template as data.chat_template"
 )
 _PROBE = "What is an answer?"
-_NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -62,115 +60,122 @@ class Conversation:
         return self.text[: self.turns[-1].start] if self.turns else self.text
 
 
-def write_prompt(
-    tokenizer: "PreTrainedTokenizerFast", messages: list[Message], options: Mapping[str, Any] = _NO_OPTIONS
-) -> Conversation:
-    """Write a prompt for the turn after `messages`. `options`: further arguments of the template."""
-    text = _render(tokenizer, messages, options, prompt=True)
-    return Conversation(text, last=messages[-1].get("content", ""))
+@dataclass(frozen=True)
+class ChatTemplate:
+    """The chat template of a tokenizer, with further arguments."""
 
+    tokenizer: "PreTrainedTokenizerFast"
+    options: Mapping[str, Any] = field(default_factory=dict)
 
-def write_conversation(
-    tokenizer: "PreTrainedTokenizerFast",
-    messages: list[Message],
-    train_on: Literal["all", "last"],
-    *,
-    after: int = 1,
-    options: Mapping[str, Any] = _NO_OPTIONS,
-) -> list[Conversation]:
-    """Write a conversation to train on its last assistant turn, or on each one after the first `after` messages.
+    def write_prompt(self, messages: list[Message]) -> Conversation:
+        """Write a prompt for the turn after `messages`."""
+        return Conversation(self._render(messages, prompt=True), last=messages[-1].get("content", ""))
 
-    Turns with `weight` 0 are not trained on. `options`: further arguments of the template.
+    def write_conversation(
+        self, messages: list[Message], train_on: Literal["all", "last"], *, after: int = 1
+    ) -> list[Conversation]:
+        """Write a conversation to train on its last assistant turn, or on each one after the first `after` turns.
 
-    If the template writes every turn independently of later turns, the result is one conversation. Otherwise
-    there is a conversation per turn: the prompt of generation, and its answer. Raises BadRecordError without a
-    turn to train on, or if an answer cannot be separated from its prompt.
-    """
-    if len(messages) == 1:
-        raise BadRecordError(
-            "a conversation to learn from must have several turns, and this one has a single one"
-        )
-    if messages[-1]["role"] != "assistant":
-        raise BadRecordError(
-            f"a conversation to learn from must end with role 'assistant', not {messages[-1]['role'][:40]!r}"
-        )
-    answers = [i for i in range(max(after, 1), len(messages)) if messages[i]["role"] == "assistant"]
-    learnt = [i for i in answers if messages[i].get("weight", 1)]
-    if not learnt:
-        raise BadRecordError("every answer has weight 0, so there is nothing to learn")
-    learnt = learnt if train_on == "all" else learnt[-1:]
-    written = {i: _write_answer(tokenizer, messages[: i + 1], options) for i in learnt}
-    last = written[learnt[-1]]
-    if all(last.text.startswith(one.text) for one in written.values()):
-        return [Conversation(last.text, tuple(one.turns[0] for one in written.values()))]
-    return list(written.values())
+        Turns with `weight` 0 are not trained on.
 
+        If the template writes every turn independently of later turns, the result is one conversation. Otherwise
+        there is a conversation per turn: the prompt of generation, and its answer. Raises BadRecordError without a
+        turn to train on, or if an answer cannot be separated from its prompt.
+        """
+        if len(messages) == 1:
+            raise BadRecordError(
+                "a conversation to learn from must have several turns, and this one has a single one"
+            )
+        if messages[-1]["role"] != "assistant":
+            raise BadRecordError(
+                f"a conversation to learn from must end with role 'assistant', not {messages[-1]['role'][:40]!r}"
+            )
+        answers = [i for i in range(max(after, 1), len(messages)) if messages[i]["role"] == "assistant"]
+        learnt = [i for i in answers if messages[i].get("weight", 1)]
+        if not learnt:
+            raise BadRecordError("every answer has weight 0, so there is nothing to learn")
+        written = [
+            self._write_answer(messages[: i + 1]) for i in (learnt if train_on == "all" else learnt[-1:])
+        ]
+        last = written[-1]
+        if all(last.text.startswith(one.text) for one in written):
+            return [Conversation(last.text, tuple(one.turns[0] for one in written))]
+        return written
 
-def write_side(
-    tokenizer: "PreTrainedTokenizerFast",
-    messages: list[Message],
-    after: int,
-    options: Mapping[str, Any] = _NO_OPTIONS,
-) -> Conversation:
-    """Write one side of a pair: the first `after` turns are the prompt, the rest is the answer.
+    def write_side(self, messages: list[Message], after: int) -> Conversation:
+        """Write one side of a pair: the first `after` turns are the prompt, the rest is the answer.
 
-    Raises BadRecordError if the template writes an answer differently when other turns follow: then no single
-    sequence has the text of generation.
-    """
-    last = _write_answer(tokenizer, messages, options)
-    if len(messages) == after + 1:
-        return replace(last, cut=True)
-    before = _render(tokenizer, messages[:after], options, prompt=True)
-    answers = [i for i in range(after, len(messages)) if messages[i]["role"] == "assistant"]
-    texts = [_write_answer(tokenizer, messages[: i + 1], options).text for i in answers]
-    if not all(last.text.startswith(text) for text in (before, *texts)):
-        raise BadRecordError(
-            "the chat template writes an earlier answer differently once others follow, so several turns cannot be"
-            " compared as one answer; give sides of one turn each, or another template as data.chat_template"
-        )
-    return Conversation(last.text, (replace(last.turns[0], start=len(before)),), cut=True)
+        Raises BadRecordError if the template writes an answer differently when other turns follow: then no single
+        sequence has the text of generation.
+        """
+        last = self._write_answer(messages)
+        if len(messages) == after + 1:
+            return replace(last, cut=True)
+        before = self._render(messages[:after], prompt=True)
+        answers = [i for i in range(after, len(messages)) if messages[i]["role"] == "assistant"]
+        texts = [self._write_answer(messages[: i + 1]).text for i in answers]
+        if not all(last.text.startswith(text) for text in (before, *texts)):
+            raise BadRecordError(
+                "the chat template writes an earlier answer differently once others follow, so several turns cannot"
+                " be compared as one answer; give sides of one turn each, or another template as data.chat_template"
+            )
+        return Conversation(last.text, (replace(last.turns[0], start=len(before)),), cut=True)
 
+    def find_turn_end(self) -> int | None:
+        """Find the special token that the template writes directly after an answer; None if there is none.
 
-def find_turn_end(
-    tokenizer: "PreTrainedTokenizerFast", options: Mapping[str, Any] = _NO_OPTIONS
-) -> int | None:
-    """Find the special token that the chat template writes directly after an answer; None if there is none.
+        Templates such as Gemma's end a turn with a token that is not the tokenizer's end of sequence.
+        """
+        if not self.tokenizer.chat_template:
+            return None
+        messages: list[Message] = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": _PROBE},
+        ]
+        try:
+            text = self._render(messages, prompt=False)
+        except BadRecordError:
+            return None  # reading records reports this error
+        _, found, behind = text.rpartition(_PROBE)
+        if not found or not behind.strip():
+            return None
+        first = self.tokenizer(behind.lstrip(), add_special_tokens=False)["input_ids"][0]
+        added = self.tokenizer.added_tokens_decoder.get(first)
+        return first if added is not None and added.special else None
 
-    Templates such as Gemma's end a turn with a token that is not the tokenizer's end of sequence. `options`:
-    further arguments of the template.
-    """
-    if not tokenizer.chat_template:
-        return None
-    messages: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
-    try:
-        text = _render(tokenizer, messages, options, prompt=False)
-    except BadRecordError:
-        return None  # reading records reports this error
-    _, found, behind = text.rpartition(_PROBE)
-    if not found or not behind.strip():
-        return None
-    first = tokenizer(behind.lstrip(), add_special_tokens=False)["input_ids"][0]
-    added = tokenizer.added_tokens_decoder.get(first)
-    return first if added is not None and added.special else None
+    def _write_answer(self, messages: list[Message]) -> Conversation:
+        """Write the last turn as the answer to the template's prompt for the earlier turns."""
+        message = messages[-1]
+        prompt, written = self._render(messages[:-1], prompt=True), self._render(messages, prompt=False)
+        if written.startswith(prompt):
+            answer = written[len(prompt) :]
+        else:
+            before = self._render(messages[:-1], prompt=False)
+            opening = prompt[_count_alike(prompt, before) :]
+            answer = _find_answer(prompt, opening, written, messages[-2].get("content", "").strip(), message)
+        content = message.get("content", "").strip()
+        found = answer.find(content) if content else -1
+        text, start = prompt + answer, len(prompt)
+        turn = Turn(start, start if found < 0 else start + found + len(content), len(text))
+        return Conversation(text, (turn,))
 
+    def _render(self, messages: list[Message], *, prompt: bool) -> str:
+        if not self.tokenizer.chat_template:
+            name = self.tokenizer.name_or_path
+            raise UserError(f"tokenizer {name} has no chat template, which records with messages need")
+        options = {**self.options, "add_generation_prompt": prompt}
 
-def _write_answer(
-    tokenizer: "PreTrainedTokenizerFast", messages: list[Message], options: Mapping[str, Any]
-) -> Conversation:
-    """Write the last turn as the answer to the template's prompt for the earlier turns."""
-    message = messages[-1]
-    prompt = _render(tokenizer, messages[:-1], options, prompt=True)
-    written = _render(tokenizer, messages, options, prompt=False)
-    if written.startswith(prompt):
-        answer = written[len(prompt) :]
-    else:
-        before = _render(tokenizer, messages[:-1], options, prompt=False)
-        opening = prompt[_count_alike(prompt, before) :]
-        answer = _find_answer(prompt, opening, written, messages[-2].get("content", "").strip(), message)
-    content = message.get("content", "").strip()
-    found = answer.find(content) if content else -1
-    text, start = prompt + answer, len(prompt)
-    return Conversation(text, (Turn(start, start if found < 0 else start + found + len(content), len(text)),))
+        def render(messages: list[Message]) -> str:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+            assert isinstance(text, str)
+            return text
+
+        try:
+            return _choose_arguments(render, messages)
+        except Exception as error:  # a template is a program and may raise anything
+            known = isinstance(error, jinja2.TemplateError | TypeError | ValueError)
+            reason = str(error) if known else f"{type(error).__name__}: {error}"
+            raise BadRecordError(f"the chat template refuses the messages: {reason}") from None
 
 
 def _find_answer(prompt: str, opening: str, written: str, asked: str, message: Message) -> str:
@@ -229,28 +234,6 @@ def _follow_reasoning(answer: str, tag: str, closed: bool, message: Message) -> 
         reasoning = content.partition(closer)[0].strip().removeprefix(opener)
     reasoning = reasoning.strip() if isinstance(reasoning, str) else ""
     return f"{reasoning}\n{closer}\n\n{answer.lstrip()}".lstrip("\n")
-
-
-def _render(
-    tokenizer: "PreTrainedTokenizerFast", messages: list[Message], options: Mapping[str, Any], *, prompt: bool
-) -> str:
-    if not tokenizer.chat_template:
-        name = tokenizer.name_or_path
-        raise UserError(f"tokenizer {name} has no chat template, which records with messages need")
-
-    def render(messages: list[Message]) -> str:
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, **{**options, "add_generation_prompt": prompt}
-        )
-        assert isinstance(text, str)
-        return text
-
-    try:
-        return _choose_arguments(render, messages)
-    except Exception as error:  # a template is a program and may raise anything
-        known = isinstance(error, jinja2.TemplateError | TypeError | ValueError)
-        reason = str(error) if known else f"{type(error).__name__}: {error}"
-        raise BadRecordError(f"the chat template refuses the messages: {reason}") from None
 
 
 def _choose_arguments(render: Callable[[list[Message]], str], messages: list[Message]) -> str:

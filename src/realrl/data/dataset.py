@@ -12,7 +12,7 @@ import torch
 
 from realrl.config.errors import UserError
 from realrl.data.batch import Batch, Ragged
-from realrl.data.items import FieldFilter, FurtherFields, ItemReader, NumberRows, keep_nothing, type_code
+from realrl.data.items import FLOATS, DataItem, FieldFilter, ItemReader
 from realrl.data.records import RecordReader, read_records
 from realrl.data.rejects import Rejects
 from realrl.data.tokenization import Row, make_field
@@ -106,12 +106,10 @@ class Dataset:
 
     @property
     def skipped(self) -> int:
-        """Number of skipped records, or pairs of a record."""
         return sum(source.skipped for source in self.sources)
 
     @property
     def too_long(self) -> int:
-        """Number of skipped records that are too long."""
         return sum(source.too_long for source in self.sources)
 
     @property
@@ -169,7 +167,7 @@ class Dataset:
         config: DataConfig,
         seed: int,
         stop_token_ids: tuple[int, ...],
-        keep: FieldFilter = keep_nothing,
+        keep: FieldFilter = lambda name: False,
         watch: Watch | None = None,
         read: RecordReader = read_records,
     ) -> "Dataset":
@@ -180,48 +178,53 @@ class Dataset:
         has no usable record, and at the first malformed or too long record under `config.on_error=fail` and
         `config.on_too_long=fail`.
         """
-        columns, further, origins, counts = _Columns(keys), FurtherFields(), Origins(), []
+        columns, counts = _Columns(keys), []
         reader = ItemReader(form, keys, tokenizer, config, seed, stop_token_ids, keep, read)
         for which, given in enumerate(list_sources(source)):
             rejects, before = Rejects(config.on_error, config.on_too_long), len(columns.records)
             for item in reader.read(given.path, rejects):
-                columns.add(item.record, item.rows, item.numbers)
-                further.add(item.further)
-                origins.add(item.origin)
+                columns.add(item)
                 if watch is not None:
                     watch(which, item.origin, item.rows)
-            items = len(columns.records) - before
-            counts.append(_count(given, items, rejects))
-        fields = columns.fields(config.pair_weight)
+            counts.append(_count(given, len(columns.records) - before, rejects))
         return cls(
-            fields,
+            columns.fields(config.pair_weight),
             sources=counts,
             notes=reader.notes(name_sources(source)),
-            further=further.columns,
+            further=columns.further,
             longest_mismatched=config.max_tokens if "mismatched" in keys else None,
-            origins=origins,
+            origins=columns.origins,
             template=zlib.crc32(json.dumps([tokenizer.chat_template, config.chat_template_kwargs]).encode()),
         )
 
 
 class _Columns:
-    """Rows of every source key; grows while records are read."""
+    """Rows of every source key, extra columns and origins; grows while records are read."""
 
     def __init__(self, keys: tuple[str, ...]) -> None:
         self.records = array("q")
         """Number of each item's record."""
+        self.origins = Origins()
+        self.further: dict[str, list[Any]] = {}
+        """Extra columns: a value per item, None if its record lacks the field.
+
+        Items of one record share references, and no record is kept as a whole."""
         self._weighted = "pairs_of_prompt" in keys
         made_later = ("pairs_of_prompt", "mismatched")
         self._values: dict[str, array[Any]] = {
-            key: array(type_code(key)) for key in keys if key not in made_later
+            key: array("f" if key in FLOATS else "i") for key in keys if key not in made_later
         }
         self._lengths: dict[str, list[int]] = {key: [] for key in self._values}
 
-    def add(self, record: int, rows: Sequence[Row], numbers: NumberRows) -> None:
-        """Add an item of the `record`-th record."""
-        self.records.append(record)
+    def add(self, item: DataItem) -> None:
+        for name in item.further.keys() - self.further.keys():
+            self.further[name] = [None] * len(self.records)
+        for name, column in self.further.items():
+            column.append(item.further.get(name))
+        self.records.append(item.record)
+        self.origins.add(item.origin)
         for key, values in self._values.items():
-            row = numbers[key] if key in numbers else make_field(key, rows)
+            row = item.numbers[key] if key in item.numbers else make_field(key, item.rows)
             values.extend(row)
             self._lengths[key].append(len(row))
 

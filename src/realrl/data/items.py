@@ -1,5 +1,6 @@
 """Items of a data set: records renamed, read and tokenised."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -7,8 +8,8 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from realrl.config.errors import UserError
-from realrl.data.conversation import Conversation
-from realrl.data.record_forms import Item, Reader, further_fields, is_plain_text, plain_text_note
+from realrl.data.conversation import ChatTemplate, Conversation
+from realrl.data.record_forms import Item, Reader, drops_nulls, further_fields, is_plain_text, plain_text_note
 from realrl.data.records import RecordReader, read_records
 from realrl.data.rejects import BadRecordError, Rejects
 from realrl.data.tokenization import Row, cut_rows, find_excess, find_problem, tokenize
@@ -24,41 +25,11 @@ if TYPE_CHECKING:
 FieldFilter = Callable[[str], bool]
 """Tells whether a column is kept."""
 
-
-def keep_nothing(name: str) -> bool:
-    """Keep no column."""
-    return False
-
-
-class FurtherFields:
-    """Extra columns: fields of records that no key is made of, such as a reference answer. Functions see them.
-
-    A column has a value per item. Items of one record share references, and no record is kept as a whole.
-    """
-
-    def __init__(self) -> None:
-        self.columns: dict[str, list[Any]] = {}
-        self._items = 0
-
-    def add(self, fields: Mapping[str, Any]) -> None:
-        """Add an item with these fields; missing columns are None."""
-        for name in fields.keys() - self.columns.keys():
-            self.columns[name] = [None] * self._items
-        for name, column in self.columns.items():
-            column.append(fields.get(name))
-        self._items += 1
-
-
 NumberRows = Mapping[str, Sequence[float]]
 """Row of an item by key."""
 
 FLOATS = ("margin", "ref_chosen_logps", "ref_rejected_logps")
 """Keys with a float per item; the record's field has the key's name."""
-
-
-def type_code(key: str) -> str:
-    """Find the type code of `array` for the rows of a key."""
-    return "f" if key in FLOATS else "i"
 
 
 def read_numbers(
@@ -108,9 +79,9 @@ CHUNK = 4096
 """Items tokenised at a time: enough to keep the tokenizer's threads busy, few enough to stay small."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TextItem:
-    """Item before tokenization."""
+@dataclass(kw_only=True, slots=True)
+class DataItem:
+    """Item of a data set."""
 
     origin: str
     """Origin of its record, FILE:LINE."""
@@ -124,17 +95,7 @@ class TextItem:
     """Numbers that the record holds as they are, by key."""
     texts: Item
     """Texts to tokenise."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenItem:
-    """Item as it is used; fields as of `TextItem`."""
-
-    origin: str
-    record: int
-    further: Mapping[str, Any]
-    numbers: NumberRows
-    rows: Sequence[Row]
+    rows: Sequence[Row] = ()
     """Tokens of each text."""
 
 
@@ -165,44 +126,48 @@ class ItemReader:
         except BadRecordError as error:
             raise UserError(f"data.chat_template_kwargs: {error}") from None
         self._reader = Reader(
-            tokenizer=tokenizer,
+            template=ChatTemplate(tokenizer, options),
             apply_chat_template=config.apply_chat_template,
             train_on=config.train_on,
             max_pairs=config.max_pairs_per_prompt,
             seed=seed,
             ranked=sum(key.startswith("answer_") for key in keys),
-            template_options=options,
-            notice_nulls=self._notes.see_nulls,
         )
         self._absent = set(config.columns)
         self._number = 0
 
-    def read(self, source: str, rejects: Rejects) -> Iterator[TokenItem]:
+    def read(self, source: str, rejects: Rejects) -> Iterator[DataItem]:
         """Yield the items of a source that can be used; others go to `rejects`."""
         items = self._read_texts(source, rejects)
         while chunk := list(islice(items, CHUNK)):
             texts = [text for item in chunk for text in item.texts]
             rows = iter(tokenize(texts, self._tokenizer, self._stop_token_ids))
             for item in chunk:
-                item_rows: Sequence[Row] = list(islice(rows, len(item.texts)))
-                cut = self._cuts(item) and find_excess(item_rows, self._config) is not None
+                item.rows = list(islice(rows, len(item.texts)))
+                excess = find_excess(item.rows, self._config)
+                cut = self._cuts(item) and excess is not None
                 if cut:
-                    item_rows = cut_rows(item_rows, self._config, self._tokenizer.bos_token_id)
-                excess = find_excess(item_rows, self._config)
-                reason = excess or find_problem(item_rows, self._form)
+                    item.rows = cut_rows(item.rows, self._config, self._tokenizer.bos_token_id)
+                    excess = find_excess(item.rows, self._config)
+                reason = excess or find_problem(item.rows, self._form)
                 if reason is not None:
                     rejects(item.origin, reason, too_long=cut or excess is not None)
                     continue
-                self._notes.add(item, item_rows, cut=cut, blank=self._form == "prompt" and _is_blank(item))
-                yield TokenItem(
-                    origin=item.origin,
-                    record=item.record,
-                    further=item.further,
-                    numbers=item.numbers,
-                    rows=item_rows,
-                )
+                self._note(item, cut)
+                yield item
 
-    def _cuts(self, item: TextItem) -> bool:
+    def _note(self, item: DataItem, cut: bool) -> None:
+        seen = {
+            "plain": item.plain,
+            "joined": any(row.joined for row in item.rows),
+            "cut": cut,
+            "blank": self._form == "prompt" and _is_blank(item),
+        }
+        for what, found in seen.items():
+            if found:
+                self._notes.see(what, item.origin)
+
+    def _cuts(self, item: DataItem) -> bool:
         """Check whether an item that is too long is cut.
 
         Steps have a label each, and log-probabilities of a reference are those of all tokens.
@@ -210,10 +175,9 @@ class ItemReader:
         whole = self._form == "steps" or any(name.startswith("ref_") for name in item.numbers)
         return self._config.on_too_long in ("keep_start", "keep_end") and not whole
 
-    def _read_texts(self, source: str, rejects: Rejects) -> Iterator[TextItem]:
+    def _read_texts(self, source: str, rejects: Rejects) -> Iterator[DataItem]:
         for origin, given in self._read_records(source, rejects):
             self._number += 1
-            self._notes.origin = origin
             try:
                 record = rewrite(self._form, self._rename(given))
                 items = self._reader.read(self._form, record)
@@ -221,12 +185,15 @@ class ItemReader:
             except BadRecordError as error:
                 rejects(origin, str(error))
                 continue
+            if drops_nulls(record, self._config.apply_chat_template):
+                self._notes.see("nulls", origin)
             if self._form == "answer" and len(items) > 1:
-                self._notes.see_parts(len(items))
+                self._notes.see("parted", origin)
+                self._notes.parts += len(items)
             further = further_fields(self._form, record)
             kept = {name: value for name, value in further.items() if self._keep(name)}
             for values, texts in zip(numbers, items, strict=True):
-                yield TextItem(
+                yield DataItem(
                     origin=origin,
                     record=self._number,
                     plain=is_plain_text(record),
@@ -251,67 +218,46 @@ class _Notes:
     """Notes on records that can be read in more than one way."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast", config: DataConfig) -> None:
-        self._tokenizer = tokenizer
-        self._applied, self._on_too_long = config.apply_chat_template, config.on_too_long
-        self.origin = ""
-        """Origin of the record that is read."""
-        self._plain = False
-        self._joined = 0
-        self._first_joined = ""
-        self._nulls: list[str] = []  # origins, of which only the first is kept
-        self._cut: list[str] = []
-        self._blank: list[str] = []
-        self._parted, self._parts, self._first_parted = 0, 0, ""
+        self._tokenizer, self._config = tokenizer, config
+        self._counts: Counter[str] = Counter()
+        self._first: dict[str, str] = {}
+        """Origin of the first record of each kind."""
+        self.parts = 0
+        """Sequences that came from conversations with several."""
 
-    def see_nulls(self) -> None:
-        """Register a record whose tools have nulls."""
-        self._nulls = self._nulls or [self.origin]
-
-    def see_parts(self, parts: int) -> None:
-        """Register a conversation that became several sequences."""
-        self._first_parted = self._first_parted or self.origin
-        self._parted += 1
-        self._parts += parts
-
-    def add(self, item: TextItem, rows: Sequence[Row], *, cut: bool, blank: bool) -> None:
-        """Register an item that is used; `cut`: because it was too long, `blank`: it is a prompt without a word."""
-        self._plain = self._plain or item.plain
-        if any(row.joined for row in rows):
-            self._first_joined = self._first_joined or item.origin
-            self._joined += 1
-        self._cut += [item.origin] * cut
-        self._blank += [item.origin] * blank
+    def see(self, what: str, origin: str) -> None:
+        self._counts[what] += 1
+        self._first.setdefault(what, origin)
 
     def result(self) -> list[str]:
         """List the notes, one message each."""
-        option = "data.apply_chat_template=true"
-        notes = [plain_text_note(self._tokenizer, self._applied, option)] if self._plain else []
-        if self._joined:
-            notes.append(
-                f"the tokenizer cuts the end of the prompt differently once the answer follows in {self._joined} "
-                f"conversations, first {self._first_joined}: generation starts from other tokens than training"
-            )
-        if self._parted:
-            notes.append(
-                f"the chat template writes turns differently once others follow, so {self._parted:,} conversations"
-                f" became {self._parts:,} sequences, one for each answer to learn, first {self._first_parted}"
-            )
-        if self._nulls:
-            notes.append(
-                "nulls in tools and in calls of tools are dropped; tables have them for keys of other rows; first "
-                + self._nulls[0]
-            )
-        if self._cut:
-            notes.append(
-                f"{len(self._cut):,} items were cut to data.max_tokens and data.max_prompt_tokens"
-                f" (data.on_too_long={self._on_too_long}), first {self._cut[0]}"
-            )
-        if self._blank:
-            notes.append(f"{len(self._blank):,} prompts are blank, first {self._blank[0]}")
-        return [note for note in notes if note is not None]
+        counts, applied = self._counts, self._config.apply_chat_template
+        plain = plain_text_note(self._tokenizer, applied, "data.apply_chat_template=true")
+        notes = {
+            "plain": plain,
+            "joined": (
+                "the tokenizer cuts the end of the prompt differently once the answer follows in"
+                f" {counts['joined']} conversations, first {{}}: generation starts from other tokens than training"
+            ),
+            "parted": (
+                f"the chat template writes turns differently once others follow, so {counts['parted']:,}"
+                f" conversations became {self.parts:,} sequences, one for each answer to learn, first {{}}"
+            ),
+            "nulls": (
+                "nulls in tools and in calls of tools are dropped; tables have them for keys of other rows;"
+                " first {}"
+            ),
+            "cut": (
+                f"{counts['cut']:,} items were cut to data.max_tokens and data.max_prompt_tokens"
+                f" (data.on_too_long={self._config.on_too_long}), first {{}}"
+            ),
+            "blank": f"{counts['blank']:,} prompts are blank, first {{}}",
+        }
+        seen = ((note, self._first[what]) for what, note in notes.items() if what in self._first)
+        return [note.replace("{}", first) for note, first in seen if note is not None]
 
 
-def _is_blank(item: TextItem) -> bool:
+def _is_blank(item: DataItem) -> bool:
     """Check whether a prompt says nothing: text without a word, or a last turn without one."""
     (text,) = item.texts
     return not (text.last if isinstance(text, Conversation) else text.prompt).strip()

@@ -128,7 +128,7 @@ def _read_csv(file: str, rejects: Rejects) -> Iterator[Record]:
             try:
                 row = next(rows, None)
             except (csv.Error, UnicodeDecodeError) as error:
-                raise UserError(f"{file}:{line}: not valid CSV ({_first_line(error)})") from None
+                raise UserError(f"{file}:{line}: not valid CSV ({first_line(error)})") from None
             if row is None:
                 return
             if not row:
@@ -162,7 +162,7 @@ def _read_parquet(file: str, rejects: Rejects) -> Iterator[Record]:
                         row[field.name] = _decode_json(row[field.name], field.type)
                     yield f"{file}:{number}", row
     except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise UserError(f"cannot read data file {file} as Parquet: {_first_line(error)}") from None
+        raise UserError(f"cannot read data file {file} as Parquet: {first_line(error)}") from None
 
 
 def _has_json(type: Any) -> bool:
@@ -174,7 +174,6 @@ def _has_json(type: Any) -> bool:
 
 
 def _decode_json(value: Any, type: Any) -> Any:
-    """Decode the JSON text in a value of an Arrow type."""
     import pyarrow
 
     if value is None or not _has_json(type):
@@ -214,9 +213,9 @@ def _opened(file: str) -> Iterator[Any]:
         with _open(file) as binary:
             yield binary
     except (EOFError, zlib.error) as error:
-        raise UserError(f"cannot unpack data file {file}: {_first_line(error)}") from None
+        raise UserError(f"cannot unpack data file {file}: {first_line(error)}") from None
     except OSError as error:
-        reason = reason_of(error) if error.errno else _first_line(error)
+        reason = reason_of(error) if error.errno else first_line(error)
         raise UserError(f"cannot read data file {file}: {reason}") from None
 
 
@@ -236,11 +235,11 @@ def _describe_error(error: Exception) -> str:
     return (
         f"{error.msg.removesuffix(' at')} in column {error.colno}"
         if isinstance(error, json.JSONDecodeError)
-        else _first_line(error)
+        else first_line(error)
     )
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 

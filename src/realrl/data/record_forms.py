@@ -22,7 +22,7 @@ Records written in another usual way are rewritten first, see `data/variants.py`
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,7 +30,7 @@ from zlib import crc32
 
 from realrl.config.errors import UserError
 from realrl.config.explain import nearest
-from realrl.data.conversation import Conversation, Message, write_conversation, write_prompt, write_side
+from realrl.data.conversation import ChatTemplate, Conversation, Message
 from realrl.data.order import permute
 from realrl.data.rejects import BadRecordError
 from realrl.data.tools import drop_nulls, read_calls, read_template_options
@@ -66,21 +66,18 @@ Item = tuple[Text | Conversation | Steps, ...]
 class Reader:
     """Converts records to items. At most `max_pairs` pairs are drawn from a record, depending on `seed`."""
 
-    tokenizer: "PreTrainedTokenizerFast"
+    template: ChatTemplate
+    """A record's arguments of the template take precedence."""
     apply_chat_template: bool = False
     train_on: Literal["all", "last"] = "all"
     max_pairs: int = 1
     seed: int = 1
-    template_options: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of the chat template; a record's arguments take precedence."""
-    notice_nulls: Callable[[], None] = lambda: None
-    """Called for a record with nulls in tools or tool calls; the nulls are dropped."""
     ranked: int = 0
     """Number of answers in each record of ranked answers."""
 
     def __post_init__(self) -> None:
-        if self.apply_chat_template and not self.tokenizer.chat_template:
-            name = self.tokenizer.name_or_path
+        if self.apply_chat_template and not self.template.tokenizer.chat_template:
+            name = self.template.tokenizer.name_or_path
             raise UserError(
                 f"tokenizer {name} has no chat template, which data.apply_chat_template and --chat need"
             )
@@ -89,10 +86,8 @@ class Reader:
         """Read a record of a form. Raises BadRecordError for another form."""
         if is_plain_text(record) and not self.apply_chat_template:
             return READERS[form](self, record)  # without a template, `tools` may be anything
-        options = {**self.template_options, **read_template_options(record)}
-        if _has_nulls(record):
-            self.notice_nulls()
-        return READERS[form](replace(self, template_options=options), record)
+        options = {**self.template.options, **read_template_options(record)}
+        return READERS[form](replace(self, template=replace(self.template, options=options)), record)
 
     def answers(self, record: Fields) -> list[Item]:
         """Read a prompt and its answer, or a conversation."""
@@ -108,13 +103,10 @@ class Reader:
         return self._conversations([*asked, *_turns_of(record, "answer")], after=len(asked))
 
     def _conversations(self, messages: list[Message], after: int = 1) -> list[Item]:
-        written = write_conversation(
-            self.tokenizer, messages, self.train_on, after=after, options=self.template_options
-        )
+        written = self.template.write_conversation(messages, self.train_on, after=after)
         return [(conversation,) for conversation in written]
 
     def pairs(self, record: Fields) -> list[Item]:
-        """Read preferred and other answers to one prompt."""
         form = FORMS["pair"]
         if form.is_other(record):
             _require(record, form.other_fields, form.accepted)
@@ -175,12 +167,11 @@ class Reader:
         return [(Steps(_string(record, "prompt"), tuple(ended)),)]
 
     def prompts(self, record: Fields) -> list[Item]:
-        """Read a prompt for generation."""
         prompt = self.prompt(record)
         if isinstance(prompt, str) and not self._is_conversation(record):
             return [(Text(prompt, None),)]
         turns = [_user(prompt)] if isinstance(prompt, str) else prompt
-        return [(write_prompt(self.tokenizer, turns, self.template_options),)]
+        return [(self.template.write_prompt(turns),)]
 
     def prompt(self, record: Fields) -> str | list[Message]:
         """Read the prompt of a record: text, or turns that end with the user's."""
@@ -228,7 +219,7 @@ class Reader:
             raise BadRecordError(f"a turn of {field!r} has weight 0; all turns of a side are compared")
         if not messages[-1].get("tool_calls"):
             _answer(messages[-1]["content"], field)
-        return write_side(self.tokenizer, messages, after, self.template_options)
+        return self.template.write_side(messages, after)
 
 
 READERS: Mapping[str, Callable[[Reader, Fields], list[Item]]] = MappingProxyType(
@@ -245,7 +236,6 @@ READERS: Mapping[str, Callable[[Reader, Fields], list[Item]]] = MappingProxyType
 
 
 def further_fields(form: str, record: Fields) -> Fields:
-    """List the extra columns of a record of a form."""
     read = FORMS[form].fields_of(record)
     return {name: value for name, value in record.items() if name not in read}
 
@@ -350,7 +340,6 @@ def _message(turn: Fields, field: str) -> Message:
 
 
 def _part(part: Any, field: str) -> str:
-    """Read a part of a content list."""
     kind = part.get("type", "text") if isinstance(part, dict) else None
     if kind != "text":
         what = type(part).__name__ if kind is None else f"of type {kind!r}"
@@ -360,8 +349,10 @@ def _part(part: Any, field: str) -> str:
     return _text(part.get("text"), f"{field}.text")
 
 
-def _has_nulls(record: Fields) -> bool:
-    """Check for nulls in tools or tool calls: Arrow writes them for keys of other rows."""
+def drops_nulls(record: Fields, apply_chat_template: bool) -> bool:
+    """Check for nulls in tools or tool calls of a conversation: Arrow writes them for keys of other rows."""
+    if is_plain_text(record) and not apply_chat_template:
+        return False
     turns = (turn for value in record.values() if isinstance(value, list) for turn in value)
     calls = [turn.get("tool_calls") for turn in turns if isinstance(turn, dict)]
     return any(value != drop_nulls(value) for value in (record.get("tools"), *calls))

@@ -9,7 +9,7 @@ from typing import Any
 
 from realrl.config.errors import UserError, join
 from realrl.config.paths import local_path
-from realrl.data.record_files import Record, find_ending, read_file
+from realrl.data.record_files import Record, find_ending, first_line, read_file
 from realrl.data.rejects import Rejects
 from realrl.recipe.sources import is_glob, split_source
 
@@ -46,7 +46,7 @@ def _records(source: str, rejects: Rejects) -> Iterator[Record]:
     if path and Path(path).is_dir():
         return _read_directory(path, split, rejects)
     if find_ending(source) is not None or is_glob(source) or Path(source).is_file():
-        return _read_files(_find_files(source), rejects)
+        return chain.from_iterable(read_file(file, rejects) for file in _find_files(source))
     if not path or Path(path).is_file() or find_ending(path) is not None:
         raise UserError(f"data source {source!r} does not exist; give {ACCEPTED}")
     return _read_hub(path, split)
@@ -65,7 +65,6 @@ def _find_files(source: str) -> list[str]:
 
 
 def _not_understood(file: str) -> str:
-    """Write the error message for a file without a known ending."""
     suffix = Path(file).suffix.lower()
     if suffix in (".zip", ".bz2", ".xz", ".tar", ".tgz", ".gz", ".zst"):
         return (
@@ -76,10 +75,6 @@ def _not_understood(file: str) -> str:
         f"data file {file} has an unsupported format; write its records as .jsonl, one JSON object a line, as"
         " .json, an array of objects, as .csv, or as .parquet"
     )
-
-
-def _read_files(files: list[str], rejects: Rejects) -> Iterator[Record]:
-    return chain.from_iterable(read_file(file, rejects) for file in files)
 
 
 def _read_directory(directory: str, split: str | None, rejects: Rejects) -> Iterator[Record]:
@@ -109,7 +104,7 @@ def _read_directory(directory: str, split: str | None, rejects: Rejects) -> Iter
             f"directory {directory} has files that end with {join(endings)}; give those with records, as in"
             f" {directory}/*{endings[0]}"
         )
-    return _read_files(files, rejects)
+    return chain.from_iterable(read_file(file, rejects) for file in files)
 
 
 def _find_split(file: str) -> str:
@@ -125,7 +120,7 @@ def _read_saved(directory: str, split: str | None) -> Iterator[Record]:
     try:
         loaded = datasets.load_from_disk(directory)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{directory} is not a saved data set: {_first_line(error)}") from None
+        raise UserError(f"{directory} is not a saved data set: {first_line(error)}") from None
     if isinstance(loaded, datasets.DatasetDict):
         if split not in loaded:
             raise UserError(
@@ -146,16 +141,12 @@ def _read_hub(name: str, split: str) -> Iterator[Record]:
     try:
         loaded = datasets.load_dataset(path, config or None, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise UserError(f"cannot load data set {name!r}, split {split!r}: {_first_line(error)}") from None
+        raise UserError(f"cannot load data set {name!r}, split {split!r}: {first_line(error)}") from None
     return _rows(f"{name}:{split}", loaded)
 
 
 def _rows(name: str, rows: Any) -> Iterator[Record]:
     return ((f"{name}:{number}", dict(row)) for number, row in enumerate(rows, 1))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 _SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")

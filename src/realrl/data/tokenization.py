@@ -220,17 +220,12 @@ def _plain_row(
         prompt = before + prompt
     if answer is None:
         return Row(prompt)
-    last = _last_end(answer, range(len(answer)), stop_token_ids)
+    last = next((i for i in reversed(range(len(answer))) if answer[i] in stop_token_ids), None)
     if last is None or tokenizer.decode(answer[last + 1 :]).strip():
         answer = [*answer, stop_token_ids[0]]
     else:
         answer = answer[: _first_of_run(answer, last, stop_token_ids) + 1]
     return Row([*prompt, *answer], ((len(prompt), len(prompt) + len(answer)),))
-
-
-def _last_end(ids: Sequence[int], among: range, stop_token_ids: tuple[int, ...]) -> int | None:
-    """Find the last end of sequence among some positions."""
-    return next((i for i in reversed(among) if ids[i] in stop_token_ids), None)
 
 
 def _first_of_run(ids: Sequence[int], last: int, stop_token_ids: tuple[int, ...]) -> int:

@@ -152,10 +152,7 @@ def _prompt_of_pair(record: Fields) -> Fields:
     chosen, rejected = record["chosen"], record["rejected"]
     if isinstance(chosen, str) and isinstance(rejected, str):
         return {**record, "prompt": chosen[: find_common_prompt(chosen, rejected)]}
-    return {
-        **record,
-        "prompt": chosen,
-    }  # the prompt of a conversation ends with the last user turn
+    return {**record, "prompt": chosen}  # the prompt of a conversation ends with the last user turn
 
 
 def find_common_prompt(chosen: str, rejected: str) -> int:

@@ -109,7 +109,6 @@ def add_adapters(tensors: Sequence[TensorSpec], lora: LowRank) -> tuple[TensorSp
 
 
 def is_adapted(module: AdaptedModule, lora: LowRank) -> bool:
-    """Tell whether a matrix has an adapter."""
     return lora.targets is None or module.target in lora.targets
 
 
@@ -121,17 +120,16 @@ def _adapt(matrix: AdaptedMatrix, modules: Sequence[AdaptedModule], lora: LowRan
         rows = weight.partition is None or weight.partition.dim == 0
         # If ranks divide the rows of the matrix, each has a part of B and so computes a part of A's gradient.
         # If they divide the columns, A is cut like the matrix, and each computes a part of B's gradient.
-        found.append(
-            TensorSpec(
-                name=f"{module.name}.lora_A.weight",
-                shape=(lora.rank, weight.shape[1]),
-                parameter=LORA_A[matrix],
-                place=weight.place,
-                partition=None if rows else weight.partition,
-                init=Init.ADAPTER,
-                partial_gradient=Partial.TENSOR_PARALLEL if rows else Partial.NEVER,
-            )
+        a = TensorSpec(
+            name=f"{module.name}.lora_A.weight",
+            shape=(lora.rank, weight.shape[1]),
+            parameter=LORA_A[matrix],
+            place=weight.place,
+            partition=None if rows else weight.partition,
+            init=Init.ADAPTER,
+            partial_gradient=Partial.TENSOR_PARALLEL if rows else Partial.NEVER,
         )
+        found.append(a)
     parts = [(module, part) for module in modules for part in module.parts]
     found += [_describe_rows(module, part, lora.rank, LORA_B[matrix]) for module, part in parts]
     if lora.dora:

@@ -6,16 +6,7 @@ from functools import partial
 from typing import Literal
 
 from realrl.families.shape import Head, LayerOptions, ModelShape
-from realrl.families.tensors import (
-    Init,
-    Parameter,
-    Partial,
-    Partition,
-    Place,
-    StoredRows,
-    TensorSpec,
-    Units,
-)
+from realrl.families.tensors import Init, Parameter, Partial, Partition, Place, StoredRows, TensorSpec, Units
 
 _NormName = Literal["attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "norm"]
 _BIASES: dict[_NormName, Parameter] = {

@@ -21,7 +21,6 @@ LARGEST: dict[Quantisation, int] = {"int8": 127, "fp8": 448}
 
 
 def name_scale(matrix: str) -> str:
-    """Name the tensor that holds the row scales of a matrix."""
     return f"{matrix}_scale"
 
 

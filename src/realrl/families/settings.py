@@ -1,7 +1,7 @@
 """Settings of `config.json`: a reader that notices settings nobody read, and the settings that most families
 share."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from math import isfinite
 from typing import Any, TypeVar
 
@@ -136,6 +136,20 @@ class ConfigReader:
             raise self.fail(f"{key}={brief(value)} is not supported; it must be {accepted}")
         return meanings[value]
 
+    def by_layer(self, key: str, default: list[_T], one: _T, other: _T) -> list[_T]:
+        """Read a list as long as the default, with one of two values for each layer; UserError if it is not one."""
+        value = self.read(key, default)
+        if (
+            not isinstance(value, list)
+            or len(value) != len(default)
+            or any(v not in (one, other) for v in value)
+        ):
+            kind = "words" if isinstance(one, str) else "numbers"
+            raise self.fail(
+                f"{key}={brief(value)} must be a list of {len(default)} {kind}, each {one} or {other}"
+            )
+        return value
+
     def fixed(self, settings: Mapping[str, Any]) -> None:
         """Read settings that, if given, must have these values; UserError for other values."""
         for key, wanted in settings.items():
@@ -155,12 +169,10 @@ class ConfigReader:
         return ConfigReader(value, f"{self.where}: {key}")
 
     def fail(self, problem: str) -> UserError:
-        """Make an error that names the file."""
         return UserError(f"{self.where}: {problem}")
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """All settings, unchanged."""
         return self._config
 
     @property
@@ -257,17 +269,8 @@ def read_windows(
     """Read the window, and the layers that have it: `layer_types` names them, otherwise `usual` is true for them.
     `default` is the window of the family's configuration class, for files that do not name one."""
     window = config.size("sliding_window", default) if config.has("sliding_window", default) else None
-    kinds = config.read("layer_types")
-    if kinds is None:
-        kinds = [WINDOWED if window is not None and usual(layer) else FULL for layer in range(layers)]
-    if (
-        not isinstance(kinds, Sequence)
-        or len(kinds) != layers
-        or any(k not in (WINDOWED, FULL) for k in kinds)
-    ):
-        raise config.fail(
-            f"layer_types={brief(kinds)} must be a list of {layers} words, each {WINDOWED} or {FULL}"
-        )
+    default_kinds = [WINDOWED if window is not None and usual(layer) else FULL for layer in range(layers)]
+    kinds = config.by_layer("layer_types", default_kinds, WINDOWED, FULL)
     windowed = tuple(layer for layer, kind in enumerate(kinds) if kind == WINDOWED)
     if windowed and window is None:
         raise config.fail("layer_types has sliding_attention, but sliding_window is missing")
@@ -275,7 +278,6 @@ def read_windows(
 
 
 def write_windows(shape: ModelShape) -> dict[str, Any]:
-    """Write the settings that `read_windows` reads."""
     windowed = set(shape.windowed_layers)
     return {
         "sliding_window": shape.window,
@@ -316,7 +318,6 @@ def read_rope_by_layer_type(
 
 
 def write_rope_by_layer_type(shape: ModelShape, windowed: str | None) -> dict[str, Any]:
-    """Write the settings that `read_rope_by_layer_type` reads."""
     written = write_rope(shape)
     theta = shape.windowed_rope_theta or shape.rope_theta
     kinds = {FULL: written["rope_parameters"], WINDOWED: {"rope_type": "default", "rope_theta": theta}}
@@ -327,7 +328,6 @@ def write_rope_by_layer_type(shape: ModelShape, windowed: str | None) -> dict[st
 def _read_rotation(
     config: ConfigReader, rope: ConfigReader, head_dim: int, defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Read base, rotated dims and scaling of rotary embeddings."""
     theta = rope.number("rope_theta", config.number("rope_theta", defaults.get("rope_theta", 10000.0)))
     usual = defaults.get("partial_rotary_factor")
     share = rope.number(
@@ -375,7 +375,6 @@ def _read_scaling(config: ConfigReader, rope: ConfigReader, kind: str) -> dict[s
 
 
 def write_rope(shape: ModelShape) -> dict[str, Any]:
-    """Write the settings that `read_rope` reads."""
     scaling = shape.rope_scaling
     rope: dict[str, Any] = {"rope_type": "default"}
     if scaling is not None:
@@ -414,7 +413,6 @@ def read_layer(config: ConfigReader, usual: LayerOptions | None = None, **others
 
 
 def write_layer(options: LayerOptions) -> dict[str, Any]:
-    """Write the settings that `read_layer` reads."""
     return {"attention_bias": options.qkv_bias, "hidden_act": write_activation(options)}
 
 
@@ -424,7 +422,6 @@ def read_activation(config: ConfigReader, usual: Activation = "silu", key: str =
 
 
 def write_activation(options: LayerOptions) -> str:
-    """Name the activation as files do."""
     return _ACTIVATION_NAMES[options.activation]
 
 
@@ -448,7 +445,6 @@ def read_mixture(config: ConfigReader, *, experts: int, per_token: int, normalis
 
 
 def write_mixture(shape: ModelShape) -> dict[str, Any]:
-    """Write the settings that `read_mixture` reads."""
     mixture = shape.mixture
     assert mixture is not None, "`check_writing` refuses such shapes"
     return {**dict.fromkeys(_NAMES, mixture.experts), "num_experts_per_tok": mixture.per_token}
@@ -458,11 +454,8 @@ def read_unrotated(config: ConfigReader, layers: int) -> tuple[int, ...]:
     """Read which layers have no rotary embeddings: those with a 0 in `no_rope_layers`, otherwise every n-th layer.
     Files of Llama 4 have an empty list, which counts as absent."""
     interval = config.size("no_rope_layer_interval", 4)
-    rotated = config.read("no_rope_layers")
-    if rotated is None or rotated == []:
-        rotated = [int((layer + 1) % interval != 0) for layer in range(layers)]
-    if not isinstance(rotated, list) or len(rotated) != layers or any(n not in (0, 1) for n in rotated):
-        raise config.fail(f"no_rope_layers={brief(rotated)} must be a list of {layers} numbers, each 0 or 1")
+    usual = [int((layer + 1) % interval != 0) for layer in range(layers)]
+    rotated = usual if config.read("no_rope_layers") == [] else config.by_layer("no_rope_layers", usual, 0, 1)
     return tuple(layer for layer, on in enumerate(rotated) if not on)
 
 

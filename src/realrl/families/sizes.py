@@ -45,9 +45,6 @@ class _PublishedShapes(Mapping[str, ModelShape]):
     def __len__(self) -> int:
         return len(_read_file())
 
-    def __contains__(self, name: object) -> bool:
-        return name in _read_file()
-
 
 SHAPES: Mapping[str, ModelShape] = _PublishedShapes()
 """Shapes of published models by name."""

@@ -8,7 +8,7 @@ import torch
 
 from realrl.algorithms.base.method import FunctionInput
 from realrl.algorithms.rewards.config import RewardTerm
-from realrl.algorithms.rewards.methods import RewardFunction
+from realrl.algorithms.rewards.methods import RewardFunction, ScoreOptions
 from realrl.data.batch import Batch, Ragged
 
 
@@ -40,7 +40,7 @@ def write_function(directory: Path, code: str) -> str:
 
 def load_method(term: dict[str, Any], **options: Any) -> RewardFunction:
     """The loaded method of a term."""
-    method = RewardFunction("reward", RewardTerm.model_validate(term), **options)
+    method = RewardFunction("reward", RewardTerm.model_validate(term), ScoreOptions(**options))
     method.load()
     return method
 

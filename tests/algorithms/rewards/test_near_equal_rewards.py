@@ -104,10 +104,6 @@ def test_equal_rewards_have_no_advantage_at_all(baseline: Any, reward: float, sa
     assert advantages[0, 1:].eq(0).all() and advantages[1].ne(0).all()
 
 
-def test_equal_rewards_that_are_infinite_are_no_zeros() -> None:
-    assert not subtract_baseline(torch.full((1, 3), torch.inf, dtype=torch.float64), "group_mean").eq(0).any()
-
-
 def test_terms_with_equal_sums_give_equal_scores(tmp_path: Path) -> None:
     first, second = make_rewards(tmp_path, [0.1, 0.3, 0.2, 0.15]), [0.2, 0.0, 0.1, 0.15]
     batch = score({"a": RewardTerm(function=first), "b": RewardTerm(function=make_rewards(tmp_path, second))})

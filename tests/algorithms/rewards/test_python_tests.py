@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from reward_functions import load_method, make_input, scores_of
 
-from realrl.algorithms.rewards.verifiers.python_tests import Limits, find_not_isolated, run_in_sandbox
+from realrl.algorithms.rewards.verifiers.python_tests import PythonTests, find_not_isolated, run_in_sandbox
 from realrl.config.errors import UserCodeError
 
-LIMITS = Limits(seconds=1, memory_bytes=256 << 20, output_bytes=1 << 16)
+LIMITS = PythonTests(kind="python_tests", seconds=1.0, memory_mb=256)
 RIGHT, WRONG = "def add(a, b):\n    return a + b", "def add(a, b):\n    return a - b"
 TESTS = ["assert add(1, 2) == 3", "assert add(2, 0) == 2"]
 

@@ -71,8 +71,7 @@ def test_the_last_number_of_a_text(text: str, number: float | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "piece",
-    ["\\frac", "\\frac{", "\\frac{1}{", "\\frac1", "- ", "-{", "\\sqrt[", "{{", "1/", "\n" * 200],
+    "piece", ["\\frac", "\\frac{", "\\frac{1}{", "\\frac1", "- ", "-{", "\\sqrt[", "{{", "1/", "\n" * 200]
 )
 def test_long_texts_that_lead_nowhere_are_read(piece: str) -> None:
     for end in ("", "}}", "}7"):

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from realrl.algorithms.rewards.methods import RewardInference
-from realrl.algorithms.sft_loss import SFTTrain
+from realrl.algorithms.sft_loss import SFTMethod
 from realrl.cli.app import run_app
 from realrl.config.errors import RunError
 from realrl.data.batch import Ragged
@@ -90,7 +90,7 @@ def endless(result: tuple[torch.Tensor, Any], _: int) -> tuple[torch.Tensor, Any
 def test_a_run_that_no_longer_learns_stops_and_keeps_the_mini_batch(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spoil(monkeypatch, SFTTrain, "loss", endless)
+    spoil(monkeypatch, SFTMethod, "loss", endless)
     recipe = world.recipe("sft", tmp_path, training={"steps": 50, "max_skipped": 3})
     with pytest.raises(RunError) as error:
         run(recipe)
@@ -111,7 +111,7 @@ def test_a_finite_step_resets_the_count_of_skipped_steps(
     def two_of_three(result: Any, call: int) -> Any:
         return result if call % 3 == 0 else endless(result, call)
 
-    spoil(monkeypatch, SFTTrain, "loss", two_of_three)
+    spoil(monkeypatch, SFTMethod, "loss", two_of_three)
     recipe = world.recipe("sft", tmp_path, micro_batch_tokens=8192, training={"steps": 6, "max_skipped": 3})
     causes = "not finite: the gradient of model.embed_tokens.weight"
     assert run(recipe) == [
@@ -146,7 +146,7 @@ def test_a_run_that_skips_part_of_every_step_stops(
 def test_a_run_whose_last_step_cannot_be_learned_from_is_not_done(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spoil(monkeypatch, SFTTrain, "loss", lambda result, call: endless(result, call) if call == 2 else result)
+    spoil(monkeypatch, SFTMethod, "loss", lambda result, call: endless(result, call) if call == 2 else result)
     recipe = world.recipe("sft", tmp_path, micro_batch_tokens=8192, training={"steps": 2})
     with pytest.raises(
         RunError, match=r"actor.train, step 2: all optimizer steps of the last training step were skipped"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from realrl.algorithms.rewards.scorers import check_required
+from realrl.algorithms.base.scoring import Scorer
 from realrl.config.errors import UserCodeError, UserError
 from realrl.data.order import Order
 from realrl.recipe.graphs import build_graph
@@ -202,7 +202,7 @@ def test_a_nested_field_that_is_asked_for_is_copied_by_data_columns() -> None:
     with pytest.raises(
         UserError, match=r"data\.columns={reward_model\.ground_truth: NAME} copies a nested field"
     ):
-        check_required(scorer, "f.jsonl", {"reward_model"})
+        Scorer.check_fields(scorer, "f.jsonl", {"reward_model"})
 
 
 MISTAKES = {

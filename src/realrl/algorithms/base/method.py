@@ -64,7 +64,6 @@ class Metrics:
         self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
 
     def update(self, other: "Metrics") -> None:
-        """Add another collection to this one."""
         for name, (total, weight) in other.means.items():
             self.mean(name, total, weight)
         for name, value in other.maxima.items():
@@ -77,7 +76,6 @@ class Metrics:
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> "Metrics":
-        """Read what `to_plain` wrote."""
         metrics = cls()
         for name, (total, weight) in plain["means"].items():
             metrics.mean(name, torch.tensor(total, dtype=torch.float64), weight)
@@ -105,7 +103,6 @@ class GenerateMethod:
     prompts: str = "prompts"
 
     def sampling_of(self, *, evaluation: bool) -> GenerationConfig:
-        """Choose the settings of evaluation or of training."""
         return self.eval_sampling if evaluation else self.sampling
 
 
@@ -285,10 +282,9 @@ class StatelessAlgorithm:
 
     def __init__(
         self,
-        *,
         graph: DataflowGraph,
         eval_graph: DataflowGraph | None,
-        methods: dict[str, Method],
+        methods: Mapping[str, Method],
         temperature: float = 1.0,
     ) -> None:
         self.graph, self.eval_graph = graph, eval_graph
@@ -296,26 +292,22 @@ class StatelessAlgorithm:
         self._methods = methods
 
     def method(self, call: str) -> Method:
-        """See `Algorithm.method`."""
         return self._methods[call]
 
     def notes(self, metrics: Mapping[str, float]) -> list[str]:
-        """No notes."""
         return []
 
     def state_dict(self) -> dict[str, float]:
-        """Nothing to save."""
         return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Nothing to restore."""
+        pass
 
 
 class PlainInference:
     """Default of an inference method: it reports nothing."""
 
     def metrics(self, batch: Batch) -> Metrics:
-        """No metrics."""
         return Metrics()
 
 
@@ -327,17 +319,13 @@ class PlainTrain:
 
     @property
     def head_scale(self) -> float:
-        """The head learns at the rate of all other parameters."""
         return 1.0
 
     def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
-        """Nothing to add."""
         return batch, Metrics()
 
     def stop(self, metrics: dict[str, float]) -> bool:
-        """Never stop early."""
         return False
 
     def finish(self) -> Metrics:
-        """No metrics."""
         return Metrics()

@@ -45,6 +45,12 @@ class Responses:
         index = ((column >= 0) & (counts > 0)[rows]).nonzero().squeeze(1)
         return cls(index, rows[index], column[index], counts, sequences.lengths)
 
+    @classmethod
+    def find(cls, batch: Batch) -> "Responses":
+        """Find the answers in `sequences`: those that the field `kept` marks or, without that field, all."""
+        kept = batch["kept"].values if "kept" in batch.fields else None
+        return cls.of(batch["sequences"], batch["prompt_length"], kept=kept)
+
     @property
     def total(self) -> int:
         """Number A of answer tokens."""
@@ -95,9 +101,9 @@ def interleave(batch: Batch, keys: Sequence[str]) -> Ragged:
     return Ragged.of((row for item in items for row in item), dtype=batch[keys[0]].values.dtype)
 
 
-def add_answer_means(metrics: Metrics, batch: Batch, counts: Tensor) -> None:
-    """Add the mean answer length and the share of finished answers. counts: tokens of the answers, any shape"""
-    metrics.mean("response_tokens", counts.sum(), len(batch))
+def add_answer_means(metrics: Metrics, batch: Batch) -> None:
+    """Add the mean answer length and the share of finished answers."""
+    metrics.mean("response_tokens", Responses.find(batch).counts.sum(), len(batch))
     metrics.mean("finished", batch["finished"].values.double().sum(), len(batch))
 
 

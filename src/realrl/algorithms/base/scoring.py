@@ -2,10 +2,11 @@
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from realrl.config.errors import UserCodeError, UserError, join
 
@@ -46,44 +47,51 @@ TEXTS = ("prompts", "completions", "completion_ids")
 """Arguments of rewards other than columns of records."""
 
 
-class RewardScorer(Protocol):
+class Scorer(ABC):
     """A reward on the host: a function, a verifier, a service."""
 
     label: str
     """Name in messages."""
 
+    @abstractmethod
     def load(self) -> None:
         """Get ready. Raises UserError if that fails."""
 
+    @abstractmethod
     def wants(self, name: str) -> bool:
         """Whether it reads an argument: one of `TEXTS`, or a column of the records."""
 
     @property
+    @abstractmethod
     def required(self) -> Sequence[str]:
         """Arguments that it needs, after `load`."""
 
-    def check_fields(self, source: str, fields: Collection[str]) -> None:
-        """Check the columns of a source. Raises UserError if they do not suit it."""
-
+    @abstractmethod
     def score(self, count: int, arguments: Mapping[str, list[Any]]) -> list[Score]:
         """Score `count` samples; every argument has that many values.
 
         Raises UserCodeError if it fails as a whole.
         """
 
-
-def check_required(scorer: RewardScorer, source: str, fields: Collection[str]) -> None:
-    """Check that the records of a source have all columns that a scorer needs. Raises UserError if not."""
-    missing = [name for name in scorer.required if name not in (*TEXTS, *fields)]
-    if missing:
+    def check_fields(self, source: str, fields: Collection[str]) -> None:
+        """Check that the records of a source have all columns that it needs. Raises UserError if not."""
+        missing = [name for name in self.required if name not in (*TEXTS, *fields)]
+        if not missing:
+            return
         known, name = join([*TEXTS[:2], *sorted(fields)]), missing[0]
-        hint = (
-            f"{{{name}: NAME}} copies a nested field" if "." in name else f"{{FIELD: {name}}} renames a field"
-        )
+        copies = f"{{{name}: NAME}} copies a nested field"
+        hint = copies if "." in name else f"{{FIELD: {name}}} renames a field"
         raise UserError(
-            f"{scorer.label} needs {name!r}, which no record of {source} has; there are {known};"
+            f"{self.label} needs {name!r}, which no record of {source} has; there are {known};"
             f" data.columns={hint}"
         )
+
+    def state_dict(self) -> Any:
+        """Return the state as JSON values; None if there is none."""
+        return None
+
+    def load_state_dict(self, state: Any) -> None:  # noqa: B027  # most scorers have no state
+        """Restore what `state_dict` returned."""
 
 
 S = TypeVar("S")
@@ -117,7 +125,6 @@ class LimitedRunner:
     """
 
     def __init__(self, label: str) -> None:
-        """`label`: name of the reward in messages."""
         self._label = label
         self._abandoned: list[threading.Thread] = []
 

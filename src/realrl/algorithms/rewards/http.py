@@ -4,14 +4,14 @@ import json
 import os
 import random
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from realrl.algorithms.base.scoring import RewardFailure, Score, check_required, map_in_threads
+from realrl.algorithms.base.scoring import RewardFailure, Score, Scorer, map_in_threads
 from realrl.config.base import Settings
 from realrl.config.errors import UserError
 from realrl.config.redaction import redact
@@ -97,10 +97,8 @@ class HttpConfig(Settings):
                 raise ValueError(f"fields: prompt_template does not name {{{unused[0]}}}")
             if re.compile(self.score_pattern).groups < 1:
                 raise ValueError("score_pattern: group 1, in parentheses, is missing")
-        else:
-            given = [f for f in ("model", "prompt_template") if getattr(self, f) is not None]
-            if given:
-                raise ValueError(f"{given[0]} is for kind=chat")
+        elif given := [f for f in ("model", "prompt_template") if getattr(self, f) is not None]:
+            raise ValueError(f"{given[0]} is for kind=chat")
         return self
 
     def read_headers(self) -> dict[str, str]:
@@ -134,7 +132,7 @@ class _RetryableError(RequestError):
         self.retry_after = retry_after
 
 
-class HttpScorer:
+class HttpScorer(Scorer):
     """A service that is asked for scores."""
 
     def __init__(self, setting: str, config: HttpConfig) -> None:
@@ -165,20 +163,13 @@ class HttpScorer:
         )
 
     def wants(self, name: str) -> bool:
-        """Tell whether an argument is sent."""
         return name in ("prompts", "completions", *self._config.fields)
 
     @property
     def required(self) -> Sequence[str]:
-        """Columns that are sent."""
         return self._config.fields
 
-    def check_fields(self, source: str, fields: Collection[str]) -> None:
-        """Check that records have the columns that are sent. Raises UserError if not."""
-        check_required(self, source, fields)
-
     def score(self, count: int, arguments: Mapping[str, list[Any]]) -> list[Score]:
-        """Ask for all scores, some requests at a time."""
         batched = self._config.kind == "json"
         size = self._config.batch if batched else 1
         parts = [
@@ -207,17 +198,10 @@ class HttpScorer:
         config = self._config
         names = {"prompts": "prompt", "completions": "completion"}
         values = {names.get(name, name): value for name, (value,) in part.items()}
-        message = re.sub(
-            r"\{(\w+)\}", lambda found: str(values.get(found[1], found[0])), config.prompt_template or ""
-        )
-        reply = self._post(
-            {
-                "model": config.model,
-                "messages": [{"role": "user", "content": message}],
-                "max_tokens": config.max_tokens,
-                "temperature": config.temperature,
-            }
-        )
+        template = config.prompt_template or ""
+        message = re.sub(r"\{(\w+)\}", lambda found: str(values.get(found[1], found[0])), template)
+        request = {"model": config.model, "messages": [{"role": "user", "content": message}]}
+        reply = self._post({**request, "max_tokens": config.max_tokens, "temperature": config.temperature})
         try:
             text = reply["choices"][0]["message"]["content"]
         except (LookupError, TypeError):

@@ -1,14 +1,15 @@
 """Methods of the calls that score sequences: reward models, scorers on the host, and sums of terms."""
 
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from realrl.algorithms.base.method import FunctionInput, Method, Metrics, ModelOutput
-from realrl.algorithms.base.rows import Responses, add_answer_means, last_of_rows
+from realrl.algorithms.base.rows import add_answer_means, last_of_rows
 from realrl.algorithms.base.scoring import (
     NOT_APPLICABLE,
     SKIPPED,
@@ -19,37 +20,41 @@ from realrl.algorithms.base.scoring import (
     Score,
     TimeLimitError,
 )
-from realrl.algorithms.rewards.config import SINGLE, Rewards, RewardTerm, is_mixture, name_key
-from realrl.algorithms.rewards.graph import SUM, name_call
-from realrl.algorithms.rewards.scorers import FunctionScorer, make_scorer
+from realrl.algorithms.rewards.config import SINGLE, SUM, Rewards, RewardTerm, is_mixture, name_call, name_key
+from realrl.algorithms.rewards.scorers import make_scorer
 from realrl.config.errors import UserCodeError
 from realrl.data.batch import Batch, Ragged
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreOptions:
+    """What a method that scores sequences knows of the step and of the whole reward."""
+
+    key: str = "score"
+    """The output."""
+    in_mixture: bool = False
+    """Whether the reward is one term of several."""
+    finished_only: bool = False
+    """Whether training uses only the scores of answers with an end of sequence."""
+    prefix: str = ""
+    """Prefix of the keys of sequences. Methods with a prefix report no metrics."""
 
 
 def make_reward_methods(
     reward: Rewards | None, *, finished_only: bool = False, prefix: str = ""
 ) -> dict[str, Method]:
-    """Make the methods of `score_sequences`, by call.
-
-    finished_only: whether training uses only the scores of answers with an end of sequence. prefix: that of the
-    keys of sequences.
-    """
+    """Make the methods of `score_sequences`, by call. The rest as in `ScoreOptions`."""
+    options = ScoreOptions(key=f"{prefix}score", finished_only=finished_only, prefix=prefix)
     if reward is None:
-        alone = RewardInference(finished_only=finished_only, prefix=prefix)
-        return {name_call(SINGLE, None, prefix): alone}
+        return {name_call(SINGLE, None, prefix): RewardInference(options)}
     mixed = is_mixture(reward)
     methods: dict[str, Method] = {}
     for name, term in reward.items():
-        options: dict[str, Any] = {
-            "key": name_key(name, prefix) if mixed else f"{prefix}score",
-            "in_mixture": mixed,
-            "finished_only": finished_only,
-            "prefix": prefix,
-        }
-        method = RewardFunction(name, term, **options) if term.model is None else RewardInference(**options)
-        methods[name_call(name, term, prefix)] = method
+        of_term = replace(options, key=name_key(name, prefix), in_mixture=True) if mixed else options
+        alone = RewardFunction(name, term, of_term) if term.model is None else RewardInference(of_term)
+        methods[name_call(name, term, prefix)] = alone
     if mixed:
-        methods[f"{SUM}_{prefix}".rstrip("_")] = RewardSum(reward, finished_only=finished_only, prefix=prefix)
+        methods[f"{SUM}_{prefix}".rstrip("_")] = RewardSum(reward, options)
     return methods
 
 
@@ -65,45 +70,35 @@ def compute_score_metrics(batch: Batch, *, finished_only: bool = False, skips: b
         if skips:
             trained_on &= ~batch["score"].values.isnan()
         metrics.mean("score", batch["score"].values[trained_on].sum(), trained_on.sum())
-        add_answer_means(metrics, batch, Responses.of(batch["sequences"], batch["prompt_length"]).counts)
+        add_answer_means(metrics, batch)
     return metrics
+
+
+_USUAL = ScoreOptions()
 
 
 class RewardInference:
     """Score of each sequence: the reward model's value at its last token."""
 
-    def __init__(
-        self,
-        *,
-        key: str | None = None,
-        in_mixture: bool = False,
-        finished_only: bool = False,
-        prefix: str = "",
-    ) -> None:
-        """key: the output, PREFIXscore by default. in_mixture: whether it is one term of several.
-
-        `finished_only` and `prefix` as in `make_reward_methods`.
-        """
-        self._key = key or f"{prefix}score"
-        self._in_mixture, self._finished_only, self._prefix = in_mixture, finished_only, prefix
+    def __init__(self, options: ScoreOptions = _USUAL) -> None:
+        self._options = options
 
     def sequences(self, batch: Batch) -> Ragged:
-        return batch[f"{self._prefix}sequences"]
+        return batch[f"{self._options.prefix}sequences"]
 
     def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
-        """Compute one number per sequence."""
         assert output.values is not None
-        return {self._key: Ragged.scalars(last_of_rows(output.values, output.lengths).double())}
+        return {self._options.key: Ragged.scalars(last_of_rows(output.values, output.lengths).double())}
 
     def metrics(self, batch: Batch) -> Metrics:
         """Report `compute_score_metrics` or, in a mixture, the mean `term_score`; nothing with a prefix."""
         metrics = Metrics()
-        if self._prefix:
+        if self._options.prefix:
             return metrics
-        if self._in_mixture:
-            metrics.mean("term_score", batch[self._key].values.sum(), len(batch))
+        if self._options.in_mixture:
+            metrics.mean("term_score", batch[self._options.key].values.sum(), len(batch))
             return metrics
-        return compute_score_metrics(batch, finished_only=self._finished_only, skips=False)
+        return compute_score_metrics(batch, finished_only=self._options.finished_only, skips=False)
 
 
 CULPRIT_SECONDS = 60.0
@@ -117,35 +112,20 @@ class RewardFunction:
     does not apply to a sample, the score is NOT_APPLICABLE in a mixture, and SKIPPED otherwise.
     """
 
-    def __init__(
-        self,
-        name: str,
-        term: RewardTerm,
-        *,
-        key: str = "score",
-        in_mixture: bool = False,
-        finished_only: bool = False,
-        prefix: str = "",
-    ) -> None:
-        """`name` is that of the term; the rest as in `RewardInference`."""
-        self._term = term
+    def __init__(self, name: str, term: RewardTerm, options: ScoreOptions = _USUAL) -> None:
+        self._term, self._options = term, options
         self._scorer = make_scorer(name, term)
         self._runner = LimitedRunner(self._scorer.label)
-        self._key, self._prefix = key, prefix
-        self._in_mixture, self._finished_only = in_mixture, finished_only
         self._noted = False
 
     def load(self) -> None:
-        """Load the scorer. Raises UserError if that fails."""
         self._scorer.load()
 
     def state_dict(self) -> Any:
-        """Save the state of a user's function that has one."""
-        return self._scorer.state_dict() if isinstance(self._scorer, FunctionScorer) else None
+        return self._scorer.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        if isinstance(self._scorer, FunctionScorer):
-            self._scorer.load_state_dict(state)
+        self._scorer.load_state_dict(state)
 
     def wants(self, field: str) -> bool:
         return self._scorer.wants(field)
@@ -160,10 +140,10 @@ class RewardFunction:
         first = next(failures, None)
         if first is not None:
             self._refuse(*first, inputs)
-        absent = NOT_APPLICABLE if self._in_mixture else SKIPPED
+        absent = NOT_APPLICABLE if self._options.in_mixture else SKIPPED
         numbers = [SKIPPED if isinstance(s, RewardFailure) else absent if s is None else s for s in scores]
         output = Ragged.scalars(torch.tensor(numbers, dtype=torch.float64))
-        return {self._key: output}, self._summarize(scores, output, inputs)
+        return {self._options.key: output}, self._summarize(scores, output, inputs)
 
     def _refuse(self, sample: int, failure: RewardFailure, inputs: FunctionInput) -> None:
         """End the run for a failure or, if failures are skipped, note the first one."""
@@ -178,15 +158,15 @@ class RewardFunction:
 
     def _summarize(self, scores: Sequence[Score], output: Ragged, inputs: FunctionInput) -> Metrics:
         metrics, count = Metrics(), len(scores)
-        if self._prefix:
+        if self._options.prefix:
             return metrics
         skipped = sum(isinstance(score, RewardFailure) for score in scores)
-        if self._in_mixture:
+        if self._options.in_mixture:
             given = output.values[output.values.isfinite()]
             metrics.mean("term_score", given.sum(), len(given))
         else:
             batch = inputs.batch.with_fields(score=output)
-            metrics = compute_score_metrics(batch, finished_only=self._finished_only)
+            metrics = compute_score_metrics(batch, finished_only=self._options.finished_only)
         metrics.mean("skipped", torch.tensor(float(skipped)), count)
         metrics.mean("not_applicable", torch.tensor(float(scores.count(None))), count)
         return metrics
@@ -249,14 +229,9 @@ class RewardFunction:
         """List the texts and columns that the scorer reads, by name."""
         wants = self._scorer.wants
         arguments = {name: list(values) for name, values in inputs.fields.items() if wants(name)}
-        texts: tuple[Callable[[str], list[Any]], ...] = (
-            inputs.prompts,
-            inputs.completions,
-            inputs.completion_ids,
-        )
-        for name, read in zip(TEXTS, texts, strict=True):
+        for name in TEXTS:  # each is also the name of a function of the input
             if wants(name):
-                arguments[name] = read(self._prefix)
+                arguments[name] = getattr(inputs, name)(self._options.prefix)
         return arguments
 
 
@@ -266,28 +241,26 @@ class RewardSum:
     A sample has no score if a term skipped it, or if no term applies to it.
     """
 
-    def __init__(self, reward: Rewards, *, finished_only: bool = False, prefix: str = "") -> None:
-        """`finished_only` and `prefix` as in `make_reward_methods`."""
-        self._reward, self._finished_only, self._prefix = reward, finished_only, prefix
+    def __init__(self, reward: Rewards, options: ScoreOptions = _USUAL) -> None:
+        self._reward, self._options = reward, options
 
     def load(self) -> None:
-        """Nothing to load."""
+        pass
 
     def wants(self, field: str) -> bool:
         return False
 
     def check_fields(self, source: str, fields: Collection[str]) -> None:
-        """Need no column."""
+        pass
 
     def call(self, inputs: FunctionInput) -> tuple[dict[str, Ragged], Metrics]:
-        """Add up the terms of each sequence."""
         batch = inputs.batch
         total = torch.zeros(len(batch), dtype=torch.float64)
         applies = torch.zeros(len(batch), dtype=torch.bool)
         for name, term in self._reward.items():
             if term.weight == 0:
                 continue
-            scores = batch[name_key(name, self._prefix)].values
+            scores = batch[name_key(name, self._options.prefix)].values
             if term.model is not None:
                 # A model's NaN is a mistake and must not look like a skipped sample. An infinite score makes the
                 # step not finite, and training reports that.
@@ -300,8 +273,10 @@ class RewardSum:
         # Rounding makes 0.1 + 0.2 equal to 0.3, so that samples with equal scores count as equal.
         total = torch.tensor([float(f"{value:.12g}") for value in total.tolist()], dtype=torch.float64)
         score = Ragged.scalars(torch.where(applies, total, SKIPPED))
-        if self._prefix:
-            return {f"{self._prefix}score": score}, Metrics()
-        metrics = compute_score_metrics(batch.with_fields(score=score), finished_only=self._finished_only)
+        if self._options.prefix:
+            return {f"{self._options.prefix}score": score}, Metrics()
+        metrics = compute_score_metrics(
+            batch.with_fields(score=score), finished_only=self._options.finished_only
+        )
         metrics.mean("skipped", score.values.isnan().double().sum(), len(batch))
         return {"score": score}, metrics

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from realrl.algorithms.base.scoring import TEXTS, RewardFailure, RewardScorer, Score, check_required
+from realrl.algorithms.base.scoring import TEXTS, RewardFailure, Score, Scorer
 from realrl.algorithms.rewards.config import RewardTerm, name_setting
 from realrl.algorithms.rewards.http import HttpScorer
 from realrl.algorithms.rewards.verifiers.verifier import Verification, Verifier
@@ -15,7 +15,7 @@ from realrl.config.user_code import UserFunction, describe_no_number, read_numbe
 _LARGEST = torch.finfo(torch.float32).max
 
 
-def make_scorer(name: str, term: RewardTerm) -> RewardScorer:
+def make_scorer(name: str, term: RewardTerm) -> Scorer:
     """Make the scorer of a term other than a reward model."""
     setting = name_setting(name)
     if term.function is not None:
@@ -26,7 +26,7 @@ def make_scorer(name: str, term: RewardTerm) -> RewardScorer:
     return HttpScorer(setting, term.http)
 
 
-class FunctionScorer:
+class FunctionScorer(Scorer):
     """A function of the user's, called like reward functions of TRL.
 
     It gets keyword arguments `prompts`, `completions`, `completion_ids` and each extra column of the records, as
@@ -61,12 +61,10 @@ class FunctionScorer:
         self._function.load_state_dict(state)
 
     def wants(self, name: str) -> bool:
-        """Whether the function takes an argument of that name."""
         return self._function.accepts(name)
 
     @property
     def required(self) -> Sequence[str]:
-        """Arguments without a default."""
         return self._function.required
 
     def check_fields(self, source: str, fields: Collection[str]) -> None:
@@ -77,10 +75,9 @@ class FunctionScorer:
                 f"{self.label}: records of {source} have a field {clash!r}, which is the name of an argument;"
                 " rename the field"
             )
-        check_required(self, source, fields)
+        super().check_fields(source, fields)
 
     def score(self, count: int, arguments: Mapping[str, list[Any]]) -> list[Score]:
-        """Call the function once."""
         return [self._read(value, count) for value in self._function.values(count, **arguments)]
 
     def _read(self, value: Any, count: int) -> Score:
@@ -94,7 +91,7 @@ class FunctionScorer:
         return number
 
 
-class VerifierScorer:
+class VerifierScorer(Scorer):
     """A verifier of the package."""
 
     def __init__(self, setting: str, verifier: Verifier) -> None:
@@ -103,7 +100,6 @@ class VerifierScorer:
         self._opened: Verification | None = None
 
     def load(self) -> None:
-        """Open the verifier. Raises UserError if something that it needs is missing."""
         self._opened = self._verifier.open()
 
     def wants(self, name: str) -> bool:
@@ -111,14 +107,9 @@ class VerifierScorer:
 
     @property
     def required(self) -> Sequence[str]:
-        """Columns that the verifier reads."""
         return self._verifier.fields
 
-    def check_fields(self, source: str, fields: Collection[str]) -> None:
-        check_required(self, source, fields)
-
     def score(self, count: int, arguments: Mapping[str, list[Any]]) -> list[Score]:
-        """Verify all completions."""
         assert self._opened is not None, "loaded before it is asked"
         return self._opened.verify(arguments["completions"], arguments)
 
@@ -145,7 +136,6 @@ class Judge(FunctionScorer):
         )
 
     def wants(self, name: str) -> bool:
-        """Whether the judge takes an argument of that name."""
         if self._by_name:
             return super().wants(name)
         taken = name in (self._function.first, "completions")

@@ -1,75 +1,67 @@
 """GPT-2, GPT-NeoX (Pythia) and StarCoder2: LayerNorm, biases, and a feed-forward block without a gate."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from realrl.families.decoder import Names, named_decoder
-from realrl.families.family import Family
-from realrl.families.settings import (
-    ConfigReader,
-    read_activation,
-    read_layer,
-    read_sizes,
-    read_windows,
-    write_activation,
-    write_layer,
-    write_partial_rotary,
-    write_sizes,
+from realrl.families.built_in.parts import (
+    ATTENTION_BIAS,
+    Part,
+    Settings,
+    activation,
+    describe,
+    fixed,
+    flag,
+    one_window,
 )
+from realrl.families.decoder import Names, named_decoder
+from realrl.families.settings import ConfigReader, read_sizes, write_partial_rotary, write_sizes
 from realrl.families.shape import LayerOptions, ModelShape
 
 _LAYER = LayerOptions(
     norm="layer", qkv_bias=True, out_bias=True, mlp_bias=True, activation="gelu_tanh", gated=False
 )
 
-_GPT2_LAYER = _LAYER.model_copy(update={"learned_positions": True})
-_GPT2_FIXED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
+_GPT2_SIZES = {
+    "vocab_size": ("vocab_size", 50257),
+    "hidden_size": ("n_embd", 768),
+    "layers": ("n_layer", 12),
+    "heads": ("n_head", 12),
+    "max_positions": ("n_positions", 1024),
+}
+"""Field of `ModelShape` -> the setting that holds it, and its default."""
 
 
-def _read_gpt2(config: ConfigReader) -> dict[str, Any]:
-    config.fixed(_GPT2_FIXED)
-    hidden, heads = config.size("n_embd", 768), config.size("n_head", 12)
+def _read_gpt2(config: ConfigReader, fields: Settings, usual: LayerOptions) -> Settings:
+    found = {field: config.size(setting, default) for field, (setting, default) in _GPT2_SIZES.items()}
+    hidden, heads = found["hidden_size"], found["heads"]
     if hidden % heads:
         raise config.fail(f"n_embd={hidden} is not a multiple of n_head={heads}")
-    activation = read_activation(config, _GPT2_LAYER.activation, "activation_function")
     return {
-        "vocab_size": config.size("vocab_size", 50257),
-        "hidden_size": hidden,
+        **found,
         "intermediate_size": config.size("n_inner", 4 * hidden),
-        "layers": config.size("n_layer", 12),
-        "heads": heads,
         "kv_heads": heads,
         "head_dim": hidden // heads,
-        "max_positions": config.size("n_positions", 1024),
         "norm_eps": config.number("layer_norm_epsilon", 1e-5),
         "tied_embeddings": config.flag("tie_word_embeddings", True),
         "init_std": config.number("initializer_range", 0.02),
-        "layer": _GPT2_LAYER.model_copy(update={"activation": activation}),
     }
 
 
-def _write_gpt2(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]:
+def _write_gpt2(shape: ModelShape, options: LayerOptions) -> Settings:
     return {
-        **_GPT2_FIXED,
-        "vocab_size": shape.vocab_size,
-        "n_embd": shape.hidden_size,
+        **{setting: getattr(shape, field) for field, (setting, _) in _GPT2_SIZES.items()},
         "n_inner": shape.intermediate_size,
-        "n_layer": shape.layers,
-        "n_head": shape.heads,
-        "n_positions": shape.max_positions,
         "layer_norm_epsilon": shape.norm_eps,
         "tie_word_embeddings": shape.tied_embeddings,
         "initializer_range": shape.init_std,
-        "activation_function": write_activation(options),
     }
 
 
-GPT2 = Family(
-    model_type="gpt2",
+GPT2 = describe(
+    "gpt2",
+    "GPT2",
+    fixed({"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}),
+    Part(_read_gpt2, _write_gpt2),
+    activation("activation_function"),
+    layer=_LAYER.model_copy(update={"learned_positions": True}),
     architectures={"lm": "GPT2LMHeadModel", "scalar": "GPT2ForSequenceClassification"},
-    read_config=_read_gpt2,
-    write_config=_write_gpt2,
-    layer=_GPT2_LAYER,
     tensors=named_decoder(
         Names(
             embedding="transformer.wte",
@@ -93,42 +85,36 @@ GPT2 = Family(
 )
 
 
-_NEOX_LAYER = _LAYER.model_copy(update={"activation": "gelu", "parallel_blocks": True})
-
-
-def _read_neox(config: ConfigReader) -> dict[str, Any]:
-    options = read_layer(config, _NEOX_LAYER, parallel_blocks=config.flag("use_parallel_residual", True))
+def _read_neox(config: ConfigReader, fields: Settings, usual: LayerOptions) -> Settings:
     # Older files have the rotary settings under these names.
     older = {
         "rope_theta": config.number("rotary_emb_base", 10000.0),
         "partial_rotary_factor": config.number("rotary_pct", 0.25),
     }
-    sizes = read_sizes(config, older) | {"norm_eps": config.number("layer_norm_eps", 1e-5)}
-    return {**sizes, "layer": options}
+    return read_sizes(config, older) | {"norm_eps": config.number("layer_norm_eps", 1e-5)}
 
 
-def _write_neox(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]:
+def _write_neox(shape: ModelShape, options: LayerOptions) -> Settings:
     sizes = write_sizes(shape)
     for key in ("rms_norm_eps", "num_key_value_heads", "head_dim"):
         del sizes[key]
-    rotated = shape.rotary_dim or shape.head_dim
     return {
         **sizes,
         **write_partial_rotary(shape),
         "layer_norm_eps": shape.norm_eps,
-        "rotary_pct": rotated / shape.head_dim,
+        "rotary_pct": (shape.rotary_dim or shape.head_dim) / shape.head_dim,
         "rotary_emb_base": shape.rope_theta,
-        **write_layer(options),
-        "use_parallel_residual": options.parallel_blocks,
     }
 
 
-GPT_NEOX = Family(
-    model_type="gpt_neox",
-    architectures={"lm": "GPTNeoXForCausalLM", "scalar": "GPTNeoXForSequenceClassification"},
-    read_config=_read_neox,
-    write_config=_write_neox,
-    layer=_NEOX_LAYER,
+GPT_NEOX = describe(
+    "gpt_neox",
+    "GPTNeoX",
+    Part(_read_neox, _write_neox),
+    ATTENTION_BIAS,
+    activation(),
+    flag("use_parallel_residual", "parallel_blocks"),
+    layer=_LAYER.model_copy(update={"activation": "gelu", "parallel_blocks": True}),
     tensors=named_decoder(
         Names(
             embedding="gpt_neox.embed_in",
@@ -146,41 +132,27 @@ GPT_NEOX = Family(
 )
 
 
-_STARCODER_DEFAULTS = {
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
-}
-_STARCODER_FIXED = {"mlp_type": "default", "norm_type": "layer_norm", "scale_attn_weights": True}
+_STARCODER_DEFAULTS = {"num_key_value_heads": 2, "max_position_embeddings": 4096, "tie_word_embeddings": True}
 
 
-def _read_starcoder(config: ConfigReader) -> dict[str, Any]:
-    config.fixed(_STARCODER_FIXED)
-    bias = config.flag("use_bias", True)
-    activation = read_activation(config, _LAYER.activation)
-    changes = {"qkv_bias": bias, "out_bias": bias, "mlp_bias": bias, "activation": activation}
-    sizes = read_sizes(config, _STARCODER_DEFAULTS) | {"norm_eps": config.number("norm_epsilon", 1e-5)}
-    windows = read_windows(config, sizes["layers"], lambda _: True, None)
-    return {**sizes, **windows, "layer": _LAYER.model_copy(update=changes)}
+def _read_starcoder(config: ConfigReader, fields: Settings, usual: LayerOptions) -> Settings:
+    return read_sizes(config, _STARCODER_DEFAULTS) | {"norm_eps": config.number("norm_epsilon", 1e-5)}
 
 
-def _write_starcoder(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]:
+def _write_starcoder(shape: ModelShape, options: LayerOptions) -> Settings:
     sizes = write_sizes(shape)
-    del sizes["rms_norm_eps"]
-    return {
-        **sizes,
-        "norm_epsilon": shape.norm_eps,
-        "sliding_window": shape.window,
-        "use_bias": options.mlp_bias,
-        "hidden_act": write_activation(options),
-    }
+    sizes["norm_epsilon"] = sizes.pop("rms_norm_eps")
+    return sizes
 
 
-STARCODER2 = Family(
-    model_type="starcoder2",
-    architectures={"lm": "Starcoder2ForCausalLM", "scalar": "Starcoder2ForSequenceClassification"},
-    read_config=_read_starcoder,
-    write_config=_write_starcoder,
+STARCODER2 = describe(
+    "starcoder2",
+    "Starcoder2",
+    fixed({"mlp_type": "default", "norm_type": "layer_norm", "scale_attn_weights": True}),
+    Part(_read_starcoder, _write_starcoder),
+    one_window(None),
+    flag("use_bias", "qkv_bias", "out_bias", "mlp_bias"),
+    activation(),
     layer=_LAYER,
     tensors=named_decoder(Names(up="mlp.c_fc", down="mlp.c_proj")),
     untouched=(

@@ -1,44 +1,31 @@
 """Llama from the second generation on, and the text models of Llama 4 (Scout)."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from realrl.config.explain import brief
+from realrl.families.built_in.parts import (
+    ATTENTION_BIAS,
+    MLP_BIAS,
+    Part,
+    Settings,
+    activation,
+    describe,
+    fixed,
+    sizes,
+)
 from realrl.families.decoder import Names, named_decoder
-from realrl.families.family import Family
 from realrl.families.settings import (
     FULL,
     ROUTER_LOSS,
     ConfigReader,
-    read_layer,
     read_mixture,
-    read_sizes,
     read_unrotated,
-    write_layer,
     write_mixture,
-    write_sizes,
     write_unrotated,
 )
 from realrl.families.shape import LayerOptions, Mixture, ModelShape
 
-
-def _read_llama(config: ConfigReader) -> dict[str, Any]:
-    options = read_layer(config, mlp_bias=config.flag("mlp_bias", False))
-    return {**read_sizes(config), "layer": options}
-
-
-def _write_llama(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]:
-    return {**write_sizes(shape), **write_layer(options), "mlp_bias": options.mlp_bias}
-
-
-LLAMA = Family(
-    model_type="llama",
-    architectures={"lm": "LlamaForCausalLM", "scalar": "LlamaForSequenceClassification"},
-    read_config=_read_llama,
-    write_config=_write_llama,
-    buffers=("rotary_emb.inv_freq",),
+LLAMA = describe(
+    "llama", "Llama", sizes(), ATTENTION_BIAS, activation(), MLP_BIAS, buffers=("rotary_emb.inv_freq",)
 )
-
 
 _LLAMA4_DEFAULTS = {
     "num_key_value_heads": 8,
@@ -47,7 +34,6 @@ _LLAMA4_DEFAULTS = {
     "rope_theta": 500000.0,
     "rms_norm_eps": 1e-5,
 }
-_LLAMA4_FIXED = {"router_jitter_noise": 0.0}
 LLAMA4_MIXTURE = Mixture(
     experts=16, per_token=1, scores="sigmoid", normalised=False, weighed="inputs", shared=True
 )
@@ -69,20 +55,17 @@ _POSITIONS = (
 """Settings that a shape sums up in `max_positions`: the longest sequence that they leave alone."""
 
 
-def _read_llama4(config: ConfigReader) -> dict[str, Any]:
-    sizes = read_sizes(config, _LLAMA4_DEFAULTS)
-    config.fixed(_LLAMA4_FIXED)
-    layers = sizes["layers"]
+def _read_llama4(config: ConfigReader, fields: Settings, usual: LayerOptions) -> Settings:
+    layers = fields["layers"]
     _check_layers_alike(config, layers)
     unrotated = read_unrotated(config, layers)
     default = LLAMA4_MIXTURE
     found = read_mixture(config, experts=default.experts, per_token=default.per_token, normalised=False)
     return {
-        **sizes,
-        "max_positions": min([sizes["max_positions"], *_read_starts(config, layers, unrotated)]),
+        "max_positions": min([fields["max_positions"], *_read_starts(config, layers, unrotated)]),
         "unrotated_layers": unrotated,
         "mixture": default.model_copy(update={"experts": found.experts, "per_token": found.per_token}),
-        "layer": read_layer(config, qk_norm="rotated" if config.flag("use_qk_norm", True) else "none"),
+        "layer": {"qk_norm": "rotated" if config.flag("use_qk_norm", True) else "none"},
     }
 
 
@@ -102,13 +85,8 @@ def _check_layers_alike(config: ConfigReader, layers: int) -> None:
 
 def _read_starts(config: ConfigReader, layers: int, unrotated: tuple[int, ...]) -> list[int]:
     """Read the sequence lengths after which chunks begin and scores are scaled; see `_START`."""
-    kinds = config.read("layer_types")
-    if kinds is None:
-        kinds = [FULL if layer in unrotated else _CHUNKED for layer in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers or any(k not in (FULL, _CHUNKED) for k in kinds):
-        raise config.fail(
-            f"layer_types={brief(kinds)} must be a list of {layers} words, each {_CHUNKED} or {FULL}"
-        )
+    usual = [FULL if layer in unrotated else _CHUNKED for layer in range(layers)]
+    kinds = config.by_layer("layer_types", usual, _CHUNKED, FULL)
     found = []
     if config.has("attention_chunk_size", _START):
         chunk = config.size("attention_chunk_size", _START)
@@ -123,26 +101,26 @@ def _read_starts(config: ConfigReader, layers: int, unrotated: tuple[int, ...]) 
     return found
 
 
-def _write_llama4(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]:
+def _write_llama4(shape: ModelShape, options: LayerOptions) -> Settings:
     return {
-        **write_sizes(shape),
         **write_mixture(shape),
         **write_unrotated(shape),
-        **_LLAMA4_FIXED,
         "moe_layers": [*range(shape.layers)],
         "interleave_moe_layer_step": 1,
         "attention_chunk_size": max(_START, shape.max_positions),
         "floor_scale": max(_START, shape.max_positions + 1),
         "use_qk_norm": options.qk_norm == "rotated",
-        **write_layer(options),
     }
 
 
-LLAMA4 = Family(
-    model_type="llama4_text",
-    architectures={"lm": "Llama4ForCausalLM", "scalar": "Llama4ForSequenceClassification"},
-    read_config=_read_llama4,
-    write_config=_write_llama4,
+LLAMA4 = describe(
+    "llama4_text",
+    "Llama4",
+    sizes(_LLAMA4_DEFAULTS),
+    fixed({"router_jitter_noise": 0.0}),
+    Part(_read_llama4, _write_llama4),
+    ATTENTION_BIAS,
+    activation(),
     layer=LayerOptions(qk_norm="rotated"),
     tensors=named_decoder(
         Names(

@@ -10,7 +10,7 @@ import torch
 from realrl.config.errors import UserError
 from realrl.config.explain import shorten
 from realrl.config.json_file import to_json
-from realrl.data.conversation import Conversation, Message
+from realrl.data.conversation import ChatTemplate, Conversation, Message
 from realrl.data.record_forms import Reader, Steps, Text
 from realrl.data.records import Record, read_records
 from realrl.data.rejects import BadRecordError, Rejects
@@ -190,7 +190,7 @@ class _Prompts:
     def __init__(self, job: SamplingJob) -> None:
         self._job = job
         self._tokenizer: PreTrainedTokenizerFast = load_tokenizer(job.model_dir)
-        self._reader = Reader(self._tokenizer, apply_chat_template=job.chat)
+        self._reader = Reader(ChatTemplate(self._tokenizer), apply_chat_template=job.chat)
         self._shape = model_files.read_shape(job.model_dir, job.family)
         self._stop_token_ids = read_stop_token_ids(self._tokenizer, job.model_dir, self._shape.vocab_size)
         self.given: dict[str, str | list[Message]] = {}

@@ -9,7 +9,7 @@ from realrl.algorithms.build import build_algorithm
 from realrl.algorithms.rewards.scorers import Judge, load_judge
 from realrl.config.errors import UserError
 from realrl.config.explain import brief
-from realrl.data.conversation import find_turn_end
+from realrl.data.conversation import ChatTemplate
 from realrl.data.dataset import Dataset
 from realrl.data.records import RecordReader, read_records
 from realrl.data.tokenization import check_tokenizer
@@ -122,7 +122,7 @@ def read_stop_token_ids(
     """
     check_tokenizer(tokenizer)
     found = list_stop_token_ids(tokenizer, None if path is None else read_origin(path), vocabulary)
-    end = find_turn_end(tokenizer, options)
+    end = ChatTemplate(tokenizer, options).find_turn_end()
     return found if end is None or end in found or end >= vocabulary else (*found, end)
 
 

@@ -40,7 +40,6 @@ class MathEquality(AnswerVerifier):
 
     @property
     def reads_answers(self) -> bool:
-        """Whether an expression is cut out of completions."""
         return self.extract is not None
 
     def read_answer(self, completion: str) -> str | None:
@@ -92,7 +91,6 @@ class _Comparison:
                 )
 
     def verify(self, completions: list[str], fields: Mapping[str, list[Any]]) -> list[Score]:
-        """Compare, one after the other."""
         with self._lock:  # a call that was abandoned at its time limit may still run
             return self._settings.verify_by(self._compare, completions, fields)
 

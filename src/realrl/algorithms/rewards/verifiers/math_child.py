@@ -31,7 +31,6 @@ def _compare(question: dict[str, Any]) -> bool | None:
 
 
 def answer_questions() -> None:
-    """Answer until the input ends."""
     logging.disable()
     sys.set_int_max_str_digits(0)
     answers, sys.stdout = sys.stdout, sys.stderr

@@ -60,13 +60,11 @@ class Numeric(AnswerVerifier):
     """Ignore a percent sign, or divide by 100."""
 
     def read_answer(self, completion: str) -> str | None:
-        """Read the last number."""
         found = super().read_answer(completion)
         number = None if found is None else find_number(found, self.percent)
         return None if number is None else repr(number)
 
     def compare(self, text: str, right: str) -> Score:
-        """Compare as numbers."""
         expected = find_number(right, self.percent)
         if expected is None:
             return RewardFailure(f"finds no number in {self.answer}={right[:40]!r}")

@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,20 +48,13 @@ class PythonTests(Verifier):
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The columns with tests and setup."""
         return (self.tests,) if self.setup is None else (self.tests, self.setup)
-
-    @property
-    def _limits(self) -> "Limits":
-        return Limits(
-            seconds=self.seconds, memory_bytes=self.memory_mb << 20, output_bytes=self.output_kb << 10
-        )
 
     def open(self) -> Verification:
         """Try the sandbox, and note what it cannot isolate. Raises UserError if it does not work."""
         try:
             lacking = find_not_isolated()
-            tried = run_in_sandbox("x = 1", ["assert x == 1", "assert x == 2"], self._limits)
+            tried = run_in_sandbox("x = 1", ["assert x == 1", "assert x == 2"], self)
         except SandboxError as error:
             raise UserError(f"verifier python_tests {error}") from None
         if tried != [True, False]:
@@ -79,7 +71,6 @@ class PythonTests(Verifier):
         return self
 
     def verify(self, completions: list[str], fields: Mapping[str, list[Any]]) -> list[Score]:
-        """Test completions, several at a time."""
         setups = [None] * len(completions) if self.setup is None else fields[self.setup]
         most = self.processes or len(os.sched_getaffinity(0))
         jobs = list(zip(completions, fields[self.tests], setups, strict=True))
@@ -95,7 +86,7 @@ class PythonTests(Verifier):
         fenced = _FENCED.findall(completion)
         code = fenced[-1] if fenced else completion
         try:
-            passed = run_in_sandbox(code if setup is None else f"{setup}\n{code}", listed, self._limits)
+            passed = run_in_sandbox(code if setup is None else f"{setup}\n{code}", listed, self)
         except SandboxError as error:
             return RewardFailure(str(error))
         return sum(passed) / len(passed) if self.partial else float(all(passed))
@@ -107,22 +98,11 @@ _SHOWN = 2000
 KINDS = {"network": "the network", "files": "files (to write them)", "processes": "other processes"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Limits on generated code."""
-
-    seconds: float
-    """Wall time, and CPU time."""
-    memory_bytes: int
-    output_bytes: int
-    """Size of each file. Printed output is dropped."""
-
-
 class SandboxError(Exception):
     """The sandbox itself does not work, so no code can be judged. The message continues the verifier's name."""
 
 
-def run_in_sandbox(code: str, tests: list[str], limits: Limits) -> list[bool]:
+def run_in_sandbox(code: str, tests: list[str], limits: PythonTests) -> list[bool]:
     """Run code, then one test after the other: whether each passes.
 
     No test passes if the code ends its process or takes too long. Raises SandboxError if the sandbox itself fails.
@@ -134,20 +114,20 @@ def run_in_sandbox(code: str, tests: list[str], limits: Limits) -> list[bool]:
 
 def find_not_isolated() -> list[str]:
     """List, in words, what this machine does not allow to isolate code from."""
-    answer = _run("", [], Limits(seconds=30, memory_bytes=1 << 30, output_bytes=1 << 16))
+    answer = _run("", [], PythonTests(kind="python_tests", seconds=30.0, memory_mb=1024))
     isolated: dict[str, bool] = {} if answer is None else answer["isolated"]
     return [words for kind, words in KINDS.items() if not isolated.get(kind)]
 
 
-def _run(code: str, tests: list[str], limits: Limits) -> dict[str, Any] | None:
+def _run(code: str, tests: list[str], limits: PythonTests) -> dict[str, Any] | None:
     token = secrets.token_hex()
     job = {
         "code": code,
         "tests": tests,
         "token": token,
         "cpu_seconds": max(1, round(limits.seconds)),
-        "memory_bytes": limits.memory_bytes,
-        "output_bytes": limits.output_bytes,
+        "memory_bytes": limits.memory_mb << 20,
+        "output_bytes": limits.output_kb << 10,
     }
     # Without the variables of this process, which may hold keys.
     environment = {"PATH": os.defpath, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
