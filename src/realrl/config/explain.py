@@ -188,7 +188,8 @@ def _describe_problem(error: ErrorDetails, cls: type[Settings], other_names: Map
         if isinstance(location[-1], int):
             return "missing; the list has too few entries"
         field = _field(location, cls)
-        about = f" ({field.description.split('. ')[0].rstrip('.')})" if field and field.description else ""
+        description = " ".join((field.description or "").split()) if field else ""
+        about = f" ({description.split('. ')[0].rstrip('.')})" if description else ""
         return f"missing{about}"
     if kind == "value_error":
         return str(context["error"])
