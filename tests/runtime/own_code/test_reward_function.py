@@ -253,7 +253,7 @@ def test_a_recipe_has_either_a_function_or_a_model(
 def test_a_function_that_is_missing_is_named_before_a_plan_is_searched(
     world: World, tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("realrl.runtime.processes.startup.cached_plan", None)
+    monkeypatch.setattr("realrl.runtime.prepare.fit.plan_cache.cached_plan", None)
     written = recipe(world, tmp_path, f"{file}:nothing", plan="search")
     with pytest.raises(UserError, match=f"^reward={file}:nothing: {file} has no nothing$"):
         train(load_experiment(str(written)), Silent())
