@@ -173,7 +173,7 @@ def test_a_device_that_is_gone_for_good_is_done_without(runs: Runs) -> None:
     code = killed("os.environ['REALRL_SLOT'] == '0'", "rank", 0)
     status, error = end(runs.start("sft", code, launch={"tries": 1, "max_restarts": 1}), starts=2)
     assert status == 0, error
-    assert "note: device 0 has failed too often" in error and "going on with cluster=1x1" in error
+    assert "note: device 0 has failed too often" in error and "continuing with cluster=1x1" in error
     assert json.loads((runs.run_dir / "summary.json").read_text())["steps"] == 5
     assert not runs.leftover()
 

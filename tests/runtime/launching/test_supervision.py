@@ -251,4 +251,6 @@ def test_a_run_goes_on_with_the_gpus_that_torch_still_finds(capsys: pytest.Captu
     assert find_smaller_start(restarts, failure(), shrink, lambda: None) is None
     assert find_smaller_start(restarts, failure(), shrink, lambda: 3) is not None
     assert restarts.devices == [0, 1], "as many as the batch can be divided over"
-    assert "there were 4 devices, and torch finds 3 now; going on with cluster=1x2" in capsys.readouterr().err
+    assert (
+        "there were 4 devices, and torch finds 3 now; continuing with cluster=1x2" in capsys.readouterr().err
+    )

@@ -206,7 +206,7 @@ def find_smaller_start(
     if smaller is None:
         return None
     policy.shrink(left[: smaller.cluster.size])
-    _print_notes([f"{reason}; going on with cluster={smaller.cluster}"])
+    _print_notes([f"{reason}; continuing with cluster={smaller.cluster}"])
     return smaller
 
 
