@@ -131,8 +131,8 @@ def test_training_allocates_the_predicted_memory(device: str, recompute: bool) -
     batch = make_batch("lm", shape, lengths)
     ((method, _), *_) = list_methods("lm")
     step = partial(
-        trainer.train, batch.select(range(8)), method, [list(range(8))], lr=0.0, max_tokens=2048,
-        recompute=recompute,
+        trainer.train, batch.select(range(8)), method, [list(range(8))],
+        TrainOptions(max_tokens=2048, recompute=recompute), lr=0.0,
     )  # fmt: skip
     step()  # libraries allocate what they keep
     assert find_peak(place, step) == pytest.approx(expected, rel=0.1)
