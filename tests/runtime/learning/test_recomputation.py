@@ -26,9 +26,9 @@ def test_only_the_call_that_the_plan_names_recomputes_and_learns_the_same(
 ) -> None:
     train, seen = Trainer.train, set()
 
-    def watched(self: Trainer, *args: Any, **settings: Any) -> Any:
-        seen.add((self.model.head, settings["recompute"]))
-        return train(self, *args, **settings)
+    def watched(self: Trainer, batch: Any, method: Any, minibatches: Any, options: Any, **more: Any) -> Any:
+        seen.add((self.model.head, options.recompute))
+        return train(self, batch, method, minibatches, options, **more)
 
     monkeypatch.setattr(Trainer, "train", watched)
     (tmp_path / "plan.yaml").write_text(PLAN)
