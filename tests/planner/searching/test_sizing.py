@@ -106,7 +106,7 @@ def test_the_command_chooses_a_cluster(tmp_path: Path, capsys: pytest.CaptureFix
     assert run_app([*plan, "--budget", "13", "--html", str(page)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "→ fastest within the budget, shown below" in said and "an hour" in said
-    assert "the fastest within the budget is planned above" in page.read_text()
+    assert "The rest of this page shows the fastest within the budget" in page.read_text()
     assert run_app([*plan, "--target-step", "10min", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     chosen = next(row for row in found["nodes"] if row["cluster"] == found["cluster"]["name"])
@@ -117,12 +117,12 @@ def test_the_command_chooses_a_cluster(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--target-step", "soon"], "--target-step: 'soon' is no time above 0; write seconds, 60s or 2min"),
-        (["--target-step", "0"], "is no time above 0"),
+        (["--target-step", "soon"], "--target-step: 'soon' is not a time above 0; write seconds, 60s or 2min"),
+        (["--target-step", "0"], "is not a time above 0"),
         (["--budget", "0"], "--budget: 0 must be a price per hour above 0"),
         (["--budget", "inf"], "--budget: inf must be"),
-        (["--budget", "5", "--target-step", "5"], "give one of them"),
-        (["--budget", "5", "--nodes", "1"], "give one of them"),
+        (["--budget", "5", "--target-step", "5"], "give only one of them"),
+        (["--budget", "5", "--nodes", "1"], "give only one of them"),
         (["--budget", "5"], "has no prices"),
     ],
 )
