@@ -1,4 +1,4 @@
-"""What algorithms share that train a policy on its own samples: losses, moments, methods."""
+"""Losses, moments and methods shared by algorithms that train a policy on its own samples."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

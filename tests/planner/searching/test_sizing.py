@@ -117,7 +117,10 @@ def test_the_command_chooses_a_cluster(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--target-step", "soon"], "--target-step: 'soon' is not a time above 0; write seconds, 60s or 2min"),
+        (
+            ["--target-step", "soon"],
+            "--target-step: 'soon' is not a time above 0; write seconds, 60s or 2min",
+        ),
         (["--target-step", "0"], "is not a time above 0"),
         (["--budget", "0"], "--budget: 0 must be a price per hour above 0"),
         (["--budget", "inf"], "--budget: inf must be"),

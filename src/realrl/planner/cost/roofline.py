@@ -73,7 +73,7 @@ class Roofline:
         return np.maximum(least, self.traffic(number_bytes))
 
     def layer(self, tokens: Real, squares: Real) -> Real:
-        """Time a layer forward. `squares`: sum of squared sequence lengths."""
+        """Estimate the seconds of one layer's forward pass. `squares`: sum of squared sequence lengths."""
         return (
             sum(self.matmul(tokens, *matrix) for matrix in self.sizes.matmul_shapes)
             + self._attention(tokens, squares)

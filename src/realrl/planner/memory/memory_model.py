@@ -110,7 +110,7 @@ class MemoryModel:
         return int(self._stage_bytes(model, Strategies.of([placement.strategy])).max())
 
     def largest_sets(self, model: StoredModel, strategies: Strategies) -> dict[str, Ints]:
-        """Compute the bytes of a copy of each parameter set, on the device that stores the most of it."""
+        """For each parameter set, compute the most bytes of one copy that any device stores."""
         return {name: size.max(axis=0) for name, size in self._set_bytes(model, strategies).items()}
 
     def least_base_bytes(self, model: StoredModel, strategies: Strategies) -> Ints:

@@ -124,7 +124,7 @@ class CandidateTable(tuple[Candidate, ...]):
 
     @classmethod
     def of(cls, candidates: Iterable[Candidate]) -> "CandidateTable":
-        """Build the table of candidates; a table is returned unchanged."""
+        """Build a table of these candidates. If they are a table already, return it unchanged."""
         return candidates if isinstance(candidates, cls) else cls(candidates)
 
     @cached_property
