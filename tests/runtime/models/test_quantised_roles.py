@@ -122,7 +122,6 @@ def test_every_rank_allocates_the_predicted_bytes(dtype: Dtype, strategy: tuple[
     model = MemoryModel(ClusterSpec.parse(f"h100:1x{dp * tp * pp}"))
     # The search takes the largest shard of each set.
     assert model.parameters(stored, placement) == pytest.approx(most, rel=0.02)
-    assert sum(model.set_bytes(stored, placement).values()) >= most
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
