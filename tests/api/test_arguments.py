@@ -11,6 +11,7 @@ from datasets import Dataset, DatasetDict
 
 import realrl
 from realrl.api.arguments import read_arguments
+from realrl.cli.app import run_app
 from realrl.recipe.registry import find_algorithm, list_algorithms
 from tests.config.minimal import least
 
@@ -147,3 +148,17 @@ def test_a_recipe_in_python_is_that_of_the_file() -> None:
     settings = least("grpo")
     recipe = realrl.GRPO(**{name: value for name, value in settings.items() if name != "algorithm"}).recipe()
     assert recipe == dump_experiment(parse_experiment(settings))
+
+
+def test_a_plan_for_gpus_predicts_what_the_command_predicts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also with `dtype: auto`, which differs between this machine's CPUs and the GPUs."""
+    settings = {"data": {"train": "a.jsonl", "batch": 8}, "run_dir": "runs/x"}
+    models = {"actor": {"shape": "qwen3-0.6b"}}
+    file = tmp_path / "recipe.yaml"
+    file.write_text(json.dumps({"algorithm": "sft", "models": models, **settings}))
+    assert run_app(["plan", str(file), "--cluster", "h100:1x2", "--effort", "2000", "--json"]) == 0
+    expected = json.loads(capsys.readouterr().out)["step_seconds"]
+    planned = realrl.SFT(model=models["actor"], **settings).plan("h100:1x2", effort=2000)
+    assert planned.report.chosen.step_seconds == pytest.approx(expected)

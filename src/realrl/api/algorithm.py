@@ -13,7 +13,7 @@ from realrl.api.errors import plain_errors
 from realrl.api.run import Run
 from realrl.config.errors import RunError, UserError
 from realrl.recipe.algorithm import AlgorithmSpec
-from realrl.recipe.load import dump_experiment, parse_experiment
+from realrl.recipe.load import apply_overrides, dump_experiment, parse_experiment
 from realrl.recipe.registry import BUILT_IN, find_algorithm, list_algorithms
 from realrl.runtime.callbacks import CallbackObserver, check_callbacks
 from realrl.runtime.script_objects import CALLBACKS, find_objects, pack_objects
@@ -57,6 +57,7 @@ class Algorithm:
         found["algorithm"] = self.reference
         if "run_dir" not in found:
             found["run_dir"] = f"runs/{self.spec.name}-{_hash(found)}"
+        self._settings = found
         self.experiment = parse_experiment(found)
         """The validated recipe."""
 
@@ -127,10 +128,9 @@ class Algorithm:
         from realrl.runtime.prepare.fit.search import explain_no_plan
         from realrl.runtime.prepare.scenarios import read_constraints
 
-        experiment = self.experiment
-        if cluster is not None:
-            changes = dict(change.split("=") for change in plan_input.list_device_overrides(cluster))
-            experiment = experiment.model_copy(update=changes)
+        # Devices decide what `dtype: auto` means, so the settings are read again for them.
+        overrides = plan_input.list_device_overrides(cluster)
+        experiment = parse_experiment(apply_overrides(self._settings, overrides))
         draft, scenario, source = plan_input.read_scenario(experiment, cluster, None, None)
         constraints = read_constraints(experiment, scenario.spec)
         try:

@@ -185,7 +185,9 @@ def test_show_draws_the_plan_that_is_found(
     for _ in range(2):
         assert run_app(["show", file, "--plan", "search"]) == 0
         captured = capsys.readouterr()
-        assert "search: a plan that the planner found" in captured.out and "s a step predicted" in captured.err
+        assert (
+            "search: a plan that the planner found" in captured.out and "s a step predicted" in captured.err
+        )
     assert len(searches) == 1
 
 
