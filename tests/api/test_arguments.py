@@ -15,6 +15,7 @@ from realrl.cli.app import run_app
 from realrl.recipe.registry import find_algorithm, list_algorithms
 from tests.config.minimal import least
 
+WEIGHTED = [{"source": "a.jsonl", "weight": 2.0}]
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
 
 
@@ -55,7 +56,14 @@ def at(settings: Any, path: str) -> Any:
         ("grpo", {"data": ["a.jsonl", "b.jsonl"]}, "data.train", ["a.jsonl", "b.jsonl"]),
         ("grpo", {"data": {"a.jsonl": 1.0, "b.jsonl": 0.5}}, "data.train", {"a.jsonl": 1.0, "b.jsonl": 0.5}),
         ("grpo", {"data": {"train": "a.jsonl", "batch": 8}}, "data.batch", 8),
+        (
+            "grpo",
+            {"data": [{"source": "a.jsonl", "weight": 2.0}]},
+            "data.train",
+            [{"source": "a.jsonl", "weight": 2.0}],
+        ),
         ("grpo", {"reward": "rewards.py:score"}, "reward", "rewards.py:score"),
+        ("grpo", {"reward": ["rewards.py:score", len]}, "reward.score.function", "rewards.py:score"),
         ("grpo", {"reward": {"verifier": {"kind": "numeric"}}}, "reward", {"verifier": {"kind": "numeric"}}),
     ],
 )

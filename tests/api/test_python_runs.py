@@ -80,6 +80,21 @@ def test_callbacks_see_steps_and_evaluations(world: World, tmp_path: Path) -> No
     assert seen == [("eval", 0), ("train", 1), ("train", 2), ("eval", 2)]
 
 
+def test_objects_of_transformers_train_like_their_directory(world: World, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = (cls.from_pretrained(world.actor) for cls in (AutoModelForCausalLM, AutoTokenizer))
+    for name, given in (
+        ("run", {"model": world.actor}),
+        ("python", {"model": model, "tokenizer": tokenizer}),
+    ):
+        realrl.SFT(
+            **given, data=str(world.root / "sft.jsonl"), batch=8, steps=2, device="cpu", cluster="1x1",
+            run_dir=str(tmp_path / name),
+        ).train()  # fmt: skip
+    assert_equal_runs(tmp_path / "run", tmp_path / "python")
+
+
 SCRIPT = """
 import realrl
 

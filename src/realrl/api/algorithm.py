@@ -65,7 +65,7 @@ class Algorithm:
     def train(self) -> Run:
         """Train until the end, or resume the run in `run_dir`. Returns the run.
 
-        Uses the processes of torchrun or srun; otherwise starts one local process per device, and trains a recipe
+        Uses the processes of torchrun; otherwise starts one local process per device, and trains a recipe
         for a single device in this process. A script needs no `__main__` guard. Raises UserError or RunError.
         """
         from realrl.runtime.processes.environment import set_library_defaults

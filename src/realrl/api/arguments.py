@@ -76,13 +76,20 @@ def _read_reward(value: Any) -> Any:
     if callable(value):
         return add_function("reward", value)
     if isinstance(value, list | tuple):
-        functions = {getattr(term, "__name__", type(term).__name__): term for term in value}
+        functions = {_name_term(term): term for term in value}
         if len(functions) < len(value):
             raise UserError("reward: two functions have the same name; give a mapping of names to functions")
         return {name: _read_term(term) for name, term in functions.items()}
     if isinstance(value, Mapping) and any(callable(_of_pair(term)) for term in value.values()):
         return {name: _read_term(term) for name, term in value.items()}
     return value
+
+
+def _name_term(term: Any) -> str:
+    """Name a function of a list, or a reference FILE.py:FUNCTION."""
+    if isinstance(term, str):
+        return term.rpartition(":")[2]
+    return str(getattr(term, "__name__", type(term).__name__))
 
 
 def _of_pair(term: Any) -> Any:
@@ -92,6 +99,8 @@ def _of_pair(term: Any) -> Any:
 def _read_term(term: Any) -> Any:
     """Read a term of a mixture: a function, a pair (function, weight), or a section as in a recipe."""
     function = _of_pair(term)
+    if isinstance(term, str):
+        return {"function": term}
     if not callable(function):
         return term
     section = {"function": add_function("reward", function)}
@@ -120,7 +129,9 @@ def _read_data(value: Any, part: str) -> list[tuple[str, Any]]:
 def _is_table(value: Any) -> bool:
     """Check for records in memory: a list of mappings, a data set, or a data frame."""
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return bool(value) and all(isinstance(record, Mapping) for record in value)
+        records = bool(value) and all(isinstance(record, Mapping) for record in value)
+        # A recipe writes a mixture of sources in this form, too.
+        return records and not all(set(record) <= {"source", "weight"} for record in value)
     return hasattr(value, "to_dict") or hasattr(value, "column_names") or hasattr(value, "features")
 
 

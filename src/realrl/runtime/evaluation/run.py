@@ -175,7 +175,7 @@ def evaluate_recipe(
         check_kind(experiment, cluster, here)
         with process.together():
             until_the_end.enter_context(use_kernels(experiment.kernels, process.device))
-        plan = agree_on_plan(experiment, cluster, process, here, say)
+        plan = agree_on_plan(experiment, cluster, process, here, say, evaluates=True)
         with process.together():
             job = make_evaluation_job(experiment, cluster, plan, download=True)
         groups = process.groups(list_rank_sets(job.placements), moves=reallocates(job.placements))

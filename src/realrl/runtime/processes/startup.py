@@ -47,12 +47,19 @@ def replace_plan(experiment: Experiment, cluster: Cluster, *, goes_on: bool) -> 
 
 
 def agree_on_plan(
-    experiment: Experiment, cluster: Cluster, process: Process, here: Here, say: Callable[[str], None]
+    experiment: Experiment,
+    cluster: Cluster,
+    process: Process,
+    here: Here,
+    say: Callable[[str], None],
+    *,
+    evaluates: bool = False,
 ) -> Plan:
     """Agree on the plan of a recipe: the plan of the launcher, or one that the rank that writes creates or searches
     for.
 
-    `say` is called with the messages of a search. Raises UserError on all ranks if there is no plan.
+    `say` is called with the messages of a search. With `evaluates`, sizes that this machine does not know are not
+    fetched: an evaluation does not use every model. Raises UserError on all ranks if there is no plan.
     """
     file = os.environ.get(PLAN_VARIABLE)
     if file is not None:
@@ -62,7 +69,7 @@ def agree_on_plan(
         if process.rank == WRITER and experiment.plan == SEARCH:
             plan = search_for_plan(experiment, cluster, here, say)
         elif process.rank == WRITER:
-            plan = make_written_plan(experiment, cluster, open_models(experiment, download=True))
+            plan = make_written_plan(experiment, cluster, open_models(experiment, download=not evaluates))
     # Only one rank decides, because time may cut a search short, and nodes may have different files.
     agreed: Plan = process.gather(plan)[WRITER]
     return agreed
