@@ -22,6 +22,7 @@ from realrl.plan.placement import Dtype, Mesh, Placement, Strategy
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.memory.memory_model import MemoryModel
+from realrl.planner.workload.strategies import Strategies
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import HeldState, Memory, StoredModel
 from realrl.recipe.graphs import build_graph
@@ -122,6 +123,8 @@ def test_every_rank_allocates_the_predicted_bytes(dtype: Dtype, strategy: tuple[
     model = MemoryModel(ClusterSpec.parse(f"h100:1x{dp * tp * pp}"))
     # The search takes the largest shard of each set.
     assert model.parameters(stored, placement) == pytest.approx(most, rel=0.02)
+    largest = model.largest_sets(stored, Strategies.of([placement.strategy]))
+    assert sum(int(size[0]) for size in largest.values()) >= most
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
