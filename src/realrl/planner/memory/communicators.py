@@ -75,9 +75,9 @@ def _layout_bytes(nodes: Cluster, degrees: Degrees) -> int:
         return 0
     placement = Placement(Mesh(0, nodes.size), Strategy(degrees=degrees))
     groups: dict[Role, list[RankSet]] = defaultdict(list)
-    if nodes.even and nodes.runs[0][1] % degrees["tp"] == 0:
-        # Rank 0's groups stand for all. Data-parallel groups that straddle nodes (dp=3 on nodes of 8) may need up
-        # to 64 MiB more, which this shortcut ignores.
+    devices, stage = nodes.runs[0][1], nodes.size // degrees["pp"]
+    if nodes.even and devices % degrees["tp"] == 0 and (devices % stage == 0 or stage % devices == 0):
+        # Stages begin at nodes, or divide them evenly, so the groups of all ranks lie alike.
         groups |= {role: [ranks] for role, ranks in list_own_rank_sets(placement, 0).items()}
     else:
         for role, ranks in list_groups(placement):
