@@ -1,9 +1,12 @@
 """Runs that Python starts: equal to those of the command, with functions and callbacks of the script."""
 
 import json
+import re
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +151,40 @@ def test_a_script_under_torchrun_trains_with_its_processes(world: World, tmp_pat
     alone = run_script(tmp_path, world, "correct", cluster="1x1")
     assert run_script(tmp_path, world, "correct", cluster="auto", torchrun=True) == pytest.approx(
         alone, rel=1e-4
+    )
+
+
+@pytest.mark.parametrize("cluster", ["1x1", "1x2"])
+def test_ctrl_c_saves_and_the_same_process_can_train_again(
+    cluster: str, world: World, tmp_path: Path
+) -> None:
+    file, run = tmp_path / "script.py", tmp_path / "run"
+    file.write_text(
+        "import realrl\n"
+        f"def train(steps):\n"
+        f"    return realrl.SFT({world.actor!r}, data={str(world.root / 'sft.jsonl')!r}, batch=8, steps=steps,\n"
+        f"        device='cpu', cluster={cluster!r}, run_dir={str(run)!r}).train()\n"
+        "try:\n"
+        "    train(100000)\n"
+        "except KeyboardInterrupt as error:\n"
+        "    print('STOPPED', error)\n"
+        "    done = max(row['step'] for row in realrl.Run(" + repr(str(run)) + ").metrics)\n"
+        "    print(train(done + 1))\n"
+        "    raise\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, str(file)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (run / "metrics.jsonl").exists():
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGINT
+    assert re.search(r"^STOPPED interrupted after step \d+ of 100000; saved: ", out, re.MULTILINE), err
+    assert re.search(r"^Run\(.* steps, finished\)$", out, re.MULTILINE)
+    assert "src/realrl" not in err and err.splitlines()[-1].startswith(
+        "KeyboardInterrupt: interrupted after step"
     )
 
 

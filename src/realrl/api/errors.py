@@ -1,5 +1,6 @@
 """Errors of the Python API: one clear message, without the frames of this package above it."""
 
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from realrl.config.errors import RunError, UserCodeError, UserError
+from realrl.runtime.processes.signals import Interrupted, forget_interruption
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -18,7 +20,8 @@ _PACKAGE = str(Path(__file__).parents[1])
 def plain_errors(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Let UserError and RunError leave a function as if the user's own line had raised them.
 
-    Python and notebooks then print the user's frames and the message. Bugs keep their whole traceback.
+    Python and notebooks then print the user's frames and the message. Bugs keep their whole traceback. Ctrl-C
+    becomes a KeyboardInterrupt that names the saved checkpoint, and SIGTERM ends the process.
     """
 
     @wraps(function)
@@ -28,6 +31,14 @@ def plain_errors(function: Callable[Parameters, Result]) -> Callable[Parameters,
         except (UserError, RunError) as error:
             _install_hooks()
             raise error.with_traceback(None) from None
+        except Interrupted as interrupted:
+            _install_hooks()
+            forget_interruption()
+            if interrupted.number != signal.SIGINT:
+                raise SystemExit(interrupted.status) from None
+            stopped = KeyboardInterrupt(interrupted.message)
+            stopped.of_realrl = True  # type: ignore[attr-defined]
+            raise stopped from None
 
     return call
 
@@ -40,7 +51,8 @@ def format_error(error: BaseException, frames: TracebackType | None) -> str:
         "".join(["Traceback (most recent call last):\n", *traceback.format_list(theirs)]) if theirs else ""
     )
     own = error.trace if isinstance(error, UserCodeError) else ""
-    return f"{own}{trace}realrl.{type(error).__name__}: {error}\n"
+    package = "" if isinstance(error, KeyboardInterrupt) else "realrl."
+    return f"{own}{trace}{package}{type(error).__name__}: {error}\n"
 
 
 def _install_hooks() -> None:
@@ -50,7 +62,7 @@ def _install_hooks() -> None:
         return
 
     def hook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
-        if isinstance(error, UserError | RunError):
+        if isinstance(error, UserError | RunError) or getattr(error, "of_realrl", False):
             print(format_error(error, frames), end="", file=sys.stderr)
         else:
             before(kind, error, frames)

@@ -86,6 +86,12 @@ def find_interruption() -> Interrupted | None:
     return _interruption
 
 
+def forget_interruption() -> None:
+    """Forget the signal that has ended a run. The process itself continues, as a notebook does."""
+    global _interruption
+    _interruption, _deferral.requested = None, 0
+
+
 @contextmanager
 def deferred_termination(grace: float, note: str = "") -> Iterator[None]:
     """Within the block, SIGTERM and Ctrl-C only set a flag, which `stop_requested` returns.
