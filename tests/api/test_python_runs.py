@@ -99,6 +99,8 @@ def test_objects_of_transformers_train_like_their_directory(world: World, tmp_pa
 
 
 SCRIPT = """
+import pathlib
+
 import realrl
 
 weight = 2.0
@@ -111,6 +113,9 @@ run = realrl.GRPO(
     device="cpu", cluster={cluster!r}, run_dir={run!r}, micro_batch_tokens=256,
 ).train()
 print(run)
+# A thread of gloo that outlives its run can abort the interpreter at its end.
+names = [file.read_text() for file in pathlib.Path("/proc/self/task").glob("*/comm")]
+assert not any("gloo" in name for name in names), names
 """
 
 

@@ -1,5 +1,6 @@
 """One class per algorithm: a recipe in Python, with the methods that train, evaluate and plan it."""
 
+import gc
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -82,6 +83,8 @@ class Algorithm:
             here=True,
             objects=(lambda: pack_objects(objects)) if objects else None,
         )
+        # Cycles hold process groups. If their threads live when the interpreter ends, they abort it.
+        gc.collect()
         if outcome.cause is not None:
             raise _make_error(outcome.cause)
         return Run(self.experiment.run_dir)
