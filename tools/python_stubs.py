@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from realrl.api.algorithm import Algorithm as Algorithm
 from realrl.api.algorithm import make_class as algorithm
-from realrl.api.run import Run as Run
+from realrl.api.run_results import Run as Run
 from realrl.config.errors import RunError as RunError
 from realrl.config.errors import UserError as UserError
 from realrl.runtime.callbacks import Step as Step

@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "Algorithm": "realrl.api.algorithm:Algorithm",
-    "Run": "realrl.api.run:Run",
+    "Run": "realrl.api.run_results:Run",
     "Step": "realrl.runtime.callbacks:Step",
     "RunError": "realrl.config.errors:RunError",
     "UserError": "realrl.config.errors:UserError",

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realrl.algorithms.kl import approximate_kl
-from realrl.algorithms.policy_loss import compute_policy_loss
+from realrl.algorithms.policy_training import compute_policy_loss
 from realrl.algorithms.ppo_loss import value_loss
 
 number = st.floats(-3, 3, width=32)

@@ -18,10 +18,10 @@ from ppo_reference import (
 
 from realrl.algorithms.base.method import Metrics
 from realrl.algorithms.policy import make_eval_graph
-from realrl.algorithms.policy_loss import RefInference
+from realrl.algorithms.policy_training import RefInference
 from realrl.algorithms.ppo import PPOConfig, train_graph
 from realrl.algorithms.ppo_loss import ActorTrain, CriticInference, CriticTrain, PPOAlgorithm
-from realrl.algorithms.rewards.methods import RewardInference
+from realrl.algorithms.rewards.reward_methods import RewardInference
 from realrl.data.batch import Batch
 
 ADAPTIVE = {"coef": 0.3, "adaptive": True, "target": 2.0, "horizon": 100}

@@ -16,10 +16,10 @@ from ppo_reference import (
 )
 
 from realrl.algorithms.base.method import ModelOutput
-from realrl.algorithms.policy_loss import RefInference
+from realrl.algorithms.policy_training import RefInference
 from realrl.algorithms.ppo import PPOConfig
 from realrl.algorithms.ppo_loss import ActorTrain, CriticTrain
-from realrl.algorithms.rewards.methods import RewardInference, ScoreOptions
+from realrl.algorithms.rewards.reward_methods import RewardInference, ScoreOptions
 from realrl.data.batch import Batch, Ragged
 
 ADAPTIVE = {"coef": 0.3, "adaptive": True, "target": 2.0, "horizon": 100}

@@ -19,8 +19,8 @@ from realrl.checkpoint.saved import list_checkpoints
 from realrl.checkpoint.storage import DTYPES
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
-from realrl.runtime.continuation import restore
 from realrl.runtime.processes.process import Process
+from realrl.runtime.resume import restore
 from tests.conftest import World
 from tests.fuzz.commands import ends_soon, fuzz
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from realrl.algorithms.rewards.config import check_models as check_models
     from realrl.algorithms.rewards.config import list_score_keys as list_score_keys
     from realrl.algorithms.rewards.config import score_sequences as score_sequences
-    from realrl.algorithms.rewards.methods import make_reward_methods as make_reward_methods
+    from realrl.algorithms.rewards.reward_methods import make_reward_methods as make_reward_methods
     from realrl.config.base import Settings as Settings
     from realrl.config.errors import UserError as UserError
     from realrl.data.batch import Batch as Batch

@@ -27,7 +27,7 @@ from realrl.algorithms.distillation import (
     OfflineDistillationExperiment,
 )
 from realrl.algorithms.kl import MAX_LOG_RATIO
-from realrl.algorithms.policy_loss import LogprobsInference, PolicyTrain
+from realrl.algorithms.policy_training import LogprobsInference, PolicyTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import get_eval_generation

@@ -10,7 +10,7 @@ from realrl.algorithms.base.rows import Responses, add_answer_means, gather_samp
 from realrl.algorithms.base.scoring import UnscoredError
 from realrl.algorithms.expert_iteration import ExpertIterationConfig, ExpertIterationExperiment
 from realrl.algorithms.kl import sequence_kl
-from realrl.algorithms.policy_loss import make_sampling_methods
+from realrl.algorithms.policy_training import make_sampling_methods
 from realrl.algorithms.rewards.config import may_skip
 from realrl.data.batch import Batch, Ragged, copy_numbers
 from realrl.dataflow.graph import DataflowGraph

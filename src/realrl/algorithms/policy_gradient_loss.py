@@ -10,7 +10,7 @@ from realrl.algorithms.base.rows import Responses, add_answer_means, gather_samp
 from realrl.algorithms.base.scoring import UnscoredError
 from realrl.algorithms.kl import MAX_LOG_RATIO, KLController, estimate_kl, sequence_kl
 from realrl.algorithms.policy_gradient import GREEDY, PolicyGradientConfig, PolicyGradientExperiment
-from realrl.algorithms.policy_loss import (
+from realrl.algorithms.policy_training import (
     LogprobsInference,
     PolicyTrain,
     compute_policy_loss,
@@ -19,7 +19,7 @@ from realrl.algorithms.policy_loss import (
     whiten,
 )
 from realrl.algorithms.rewards.config import may_skip
-from realrl.algorithms.rewards.methods import make_reward_methods
+from realrl.algorithms.rewards.reward_methods import make_reward_methods
 from realrl.data.batch import Batch, Ragged, copy_numbers
 from realrl.dataflow.graph import DataflowGraph
 

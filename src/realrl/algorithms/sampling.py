@@ -47,7 +47,7 @@ def _make_methods(
     experiment: SamplingExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
 ) -> object:
     from realrl.algorithms.base.method import GenerateMethod, StatelessAlgorithm
-    from realrl.algorithms.rewards.methods import make_reward_methods
+    from realrl.algorithms.rewards.reward_methods import make_reward_methods
 
     generation = experiment.generation
     generate = GenerateMethod(generation, get_eval_generation(experiment))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from realrl.api.arguments import read_arguments
 from realrl.api.errors import plain_errors
-from realrl.api.run import Run
+from realrl.api.run_results import Run
 from realrl.config.errors import RunError, UserError
 from realrl.recipe.algorithm import AlgorithmSpec
 from realrl.recipe.load import apply_overrides, dump_experiment, parse_experiment

@@ -1,5 +1,5 @@
 """Device memory that programs hold: parameters, gradients and optimizer states. Functions hold none.
-`planner.memory` models the memory that calls need while they run. `planner.simulate.footprints` adds up both."""
+`planner.memory` models the memory that calls need while they run. `planner.simulate.plan_memory` adds up both."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -28,11 +28,11 @@ from realrl.plan.placement import DTYPES
 from realrl.program.lower import WRITER
 from realrl.recipe.load import load_experiment
 from realrl.recipe.model import ModelConfig
-from realrl.runtime.continuation import gather_algorithm_state
 from realrl.runtime.output.rundir import RunDirectory
 from realrl.runtime.prepare.inputs import load_shared_tokenizer, load_stop_token_ids
 from realrl.runtime.prepare.job import Job
 from realrl.runtime.processes.process import Process
+from realrl.runtime.resume import gather_algorithm_state
 from realrl.runtime.worker.roles import Roles
 
 

@@ -22,7 +22,7 @@ from realrl.runtime.observer import RunObserver
 from realrl.runtime.output.earlier import describe_finished, find_earlier_run
 from realrl.runtime.output.lock import check_unused
 from realrl.runtime.output.rundir import RunDirectory
-from realrl.runtime.output.trackers import check_trackers
+from realrl.runtime.output.tracker_threads import check_trackers
 from realrl.runtime.prepare.cluster import named_cluster, written_cluster
 from realrl.runtime.prepare.gpu import count_visible_gpus
 from realrl.runtime.prepare.job import make_job

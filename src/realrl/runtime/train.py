@@ -12,7 +12,7 @@ from realrl.runtime.observer import RunObserver
 from realrl.runtime.output.earlier import EarlierRun, describe_finished, find_earlier_run
 from realrl.runtime.output.lock import RunLock
 from realrl.runtime.output.shared_directory import check_shared
-from realrl.runtime.output.trackers import check_trackers
+from realrl.runtime.output.tracker_threads import check_trackers
 from realrl.runtime.prepare.devices import check_kind
 from realrl.runtime.prepare.fit.check import check_fit
 from realrl.runtime.prepare.job import make_job

@@ -28,7 +28,6 @@ from realrl.planner.simulate.predicted_trace import predict_step
 from realrl.program.lower import WRITER
 from realrl.program.trace_file import TRACE, TRACES, write_trace
 from realrl.runtime.checkpointer import Checkpointer
-from realrl.runtime.continuation import Continuation, StatefulParts
 from realrl.runtime.costs import Costs
 from realrl.runtime.evaluation.training import TrainingEvaluations
 from realrl.runtime.export import ModelSaver
@@ -56,6 +55,7 @@ from realrl.runtime.prepare.job import Job
 from realrl.runtime.prepare.trained_parts import list_trained_parts
 from realrl.runtime.processes.process import Process
 from realrl.runtime.processes.signals import end_by_signal
+from realrl.runtime.resume import Continuation, StatefulParts
 from realrl.runtime.step import TrainingSteps
 from realrl.runtime.supervision.run_end import NoteFile
 from realrl.runtime.worker.roles import Roles

@@ -20,11 +20,11 @@ from realrl.engine.generation.generator import generate
 from realrl.plan.cluster import Cluster
 from realrl.recipe.load import load_experiment
 from realrl.runtime import train
-from realrl.runtime.continuation import gather_algorithm_state
 from realrl.runtime.evaluation.run import evaluate_recipe, write_evaluation
 from realrl.runtime.output.rundir import EVALUATIONS
 from realrl.runtime.prepare.inputs import load_functions
 from realrl.runtime.processes.environment import LAUNCHER_VARIABLE, STORE_VARIABLE, set_library_defaults
+from realrl.runtime.resume import gather_algorithm_state
 from realrl.runtime.training_run import TrainingRun
 from realrl.runtime.worker import worker
 from realrl.testing.compare import CheckFailure

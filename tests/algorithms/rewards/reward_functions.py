@@ -8,7 +8,7 @@ import torch
 
 from realrl.algorithms.base.method import FunctionInput
 from realrl.algorithms.rewards.config import RewardTerm
-from realrl.algorithms.rewards.methods import RewardFunction, ScoreOptions
+from realrl.algorithms.rewards.reward_methods import RewardFunction, ScoreOptions
 from realrl.data.batch import Batch, Ragged
 
 

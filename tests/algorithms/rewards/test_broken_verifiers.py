@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from reward_functions import load_method, make_input, scores_of
 
-from realrl.algorithms.rewards.methods import RewardFunction
+from realrl.algorithms.rewards.reward_methods import RewardFunction
 from realrl.algorithms.rewards.verifiers import math
 from realrl.algorithms.rewards.verifiers import python_tests as sandbox
 from realrl.config.errors import UserCodeError, UserError

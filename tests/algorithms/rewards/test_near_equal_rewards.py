@@ -16,7 +16,7 @@ from realrl.algorithms.policy_gradient_loss import PolicyGradientTrain, subtract
 from realrl.algorithms.ppo import PPOConfig
 from realrl.algorithms.ppo_experience import shape_rewards
 from realrl.algorithms.rewards.config import RewardTerm
-from realrl.algorithms.rewards.methods import make_reward_methods
+from realrl.algorithms.rewards.reward_methods import make_reward_methods
 from realrl.data.batch import Batch, Ragged
 from realrl.recipe.registry import find_algorithm
 

@@ -10,7 +10,7 @@ from reward_functions import load_method, make_input, scores_of, write_function
 
 from realrl.algorithms.base.scoring import MOST_ABANDONED
 from realrl.algorithms.rewards.config import RewardTerm
-from realrl.algorithms.rewards.methods import RewardSum
+from realrl.algorithms.rewards.reward_methods import RewardSum
 from realrl.config.errors import UserCodeError
 from realrl.data.batch import Ragged
 

@@ -21,7 +21,7 @@ from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.simulate.durations import Durations
 from realrl.planner.simulate.estimate import Estimate, MemoryPart, PartKind
 from realrl.planner.simulate.estimator import estimate_plan
-from realrl.planner.simulate.footprints import compute_footprints
+from realrl.planner.simulate.plan_memory import compute_footprints
 from realrl.planner.simulate.predicted_trace import predict_trace
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.workload.flops import count_flops, count_layer_weights

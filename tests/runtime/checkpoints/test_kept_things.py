@@ -19,7 +19,7 @@ from realrl.config.errors import UserError
 from realrl.recipe.evaluation import BestConfig
 from realrl.recipe.run_settings import CheckpointConfig
 from realrl.recipe.training import SpikeConfig
-from realrl.runtime.continuation import Spike, SpikeDetector
+from realrl.runtime.resume import Spike, SpikeDetector
 from tests.conftest import World, read_metrics
 from tests.runtime.checkpoints.interrupted import interrupt
 from tests.runtime.checkpoints.test_resume import lines, write_recipe

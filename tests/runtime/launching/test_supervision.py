@@ -23,7 +23,7 @@ from realrl.runtime.supervision.heartbeat import (
     read_statuses,
     write_status,
 )
-from realrl.runtime.supervision.restarts import RestartPolicy
+from realrl.runtime.supervision.restart_policy import RestartPolicy
 from realrl.runtime.supervision.watchdog import GAP, Watchdog, describe_others
 
 LIMITS = LaunchConfig(freeze_seconds=5, stall_minutes=1)

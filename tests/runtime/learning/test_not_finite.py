@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from realrl.algorithms.rewards.methods import RewardInference
+from realrl.algorithms.rewards.reward_methods import RewardInference
 from realrl.algorithms.sft_loss import SFTMethod
 from realrl.cli.app import run_app
 from realrl.config.errors import RunError

@@ -8,7 +8,7 @@ import torch
 from realrl.engine.generation.decode_memory import KeptDecoding
 from realrl.engine.generation.generator import generate
 from realrl.planner.simulate.estimate import MemoryPart, PartKind
-from realrl.planner.simulate.footprints import compute_footprints
+from realrl.planner.simulate.plan_memory import compute_footprints
 from realrl.runtime.prepare.device_memory import list_kept_decoding
 from realrl.runtime.prepare.devices import memory_spec
 from realrl.runtime.prepare.gpu import Gpu

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from realrl.cli.app import run_app
+from realrl.config.errors import UserError
 from realrl.recipe.load import load_experiment
-from realrl.runtime.output import tracker_services, trackers
-from realrl.runtime.output.tracker_services import WandbTracker
-from realrl.runtime.output.trackers import TrackedRun
+from realrl.runtime.output import tracker_threads, trackers
+from realrl.runtime.output.tracker_threads import TrackedRun
+from realrl.runtime.output.trackers import WandbTracker
 from tests.conftest import World, read_metrics
 from tests.runtime.processes import end, start
 
@@ -50,14 +51,14 @@ def test_a_library_that_is_missing_is_named_before_anything_is_loaded(
     (tmp_path / name).mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, name, raising=False)
-    with pytest.raises(trackers.UserError, match=rf"pip install 'realrl\[{name}\]'"):
-        trackers.check_trackers(experiment)
+    with pytest.raises(UserError, match=rf"pip install 'realrl\[{name}\]'"):
+        tracker_threads.check_trackers(experiment)
 
 
 def test_disabled_trackers_need_no_library(world: World, tmp_path: Path) -> None:
     more = {"trackers__wandb": {"mode": "disabled"}, "trackers__tensorboard": False}
     assert not list(
-        trackers._list_names(load_experiment(str(world.recipe("sft", tmp_path, **more))).trackers)
+        tracker_threads._list_names(load_experiment(str(world.recipe("sft", tmp_path, **more))).trackers)
     )
 
 
@@ -162,7 +163,7 @@ def test_a_config_without_its_secrets_asks_for_them(world: World, tmp_path: Path
     recipe = world.recipe("sft", tmp_path, trackers__wandb=wandb)
     config = tmp_path / "config.yaml"
     config.write_text(trackers_config(recipe))
-    with pytest.raises(trackers.UserError, match=r"trackers\.wandb\.name holds <redacted>.*=VALUE behind"):
+    with pytest.raises(UserError, match=r"trackers\.wandb\.name holds <redacted>.*=VALUE behind"):
         load_experiment(str(config))
     assert load_experiment(str(config), ["trackers.wandb.name=x"]).trackers.wandb.name == "x"  # type: ignore[union-attr]
 
@@ -206,12 +207,12 @@ def test_tensorboard_replaces_steps_that_are_done_again(tmp_path: Path) -> None:
 
     # The second start begins again before the first step, the third one after the second.
     for done, steps, value in ((0, [1, 2], 0.0), (0, [1, 2, 3, 4, 5], 1.0), (2, [3, 4, 5, 4], 2.0)):
-        board = tracker_services.TensorBoardTracker()
+        board = trackers.TensorBoardTracker()
         board.open(TrackedRun(directory=tmp_path, settings={"a": 1}, done=done))
         for step in steps:
             board.log(step, {"train/loss": value})
         board.close(done=True)
-    found = EventAccumulator(str(tmp_path / tracker_services.BOARD))
+    found = EventAccumulator(str(tmp_path / trackers.BOARD))
     found.Reload()
     assert [(e.step, e.value) for e in found.Scalars("train/loss")] == [(1, 1), (2, 1), (3, 2), (4, 2)]
 
@@ -272,7 +273,7 @@ def test_mlflow_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.Mo
     from mlflow import MlflowClient
 
     from realrl.recipe.run_settings import MlflowConfig
-    from realrl.runtime.output.tracker_services import MlflowTracker
+    from realrl.runtime.output.trackers import MlflowTracker
 
     address = f"sqlite:///{tmp_path / 'mlflow.db'}"
     settings = {"seed": 1, "data": {"batch": 8}}

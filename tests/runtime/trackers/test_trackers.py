@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from realrl.runtime.output import trackers
-from realrl.runtime.output.trackers import CAPACITY, TRIES, BackgroundTracker, TrackedRun, Trackers
+from realrl.runtime.output.tracker_threads import CAPACITY, TRIES, BackgroundTracker, TrackedRun, Trackers
 
 
 class Fake:
@@ -42,7 +41,7 @@ class Fake:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers, "PAUSE", 0.001)
+    monkeypatch.setattr(tracker_threads, "PAUSE", 0.001)
 
 
 def start(fake: Fake, tmp_path: Path, said: list[str], **more: float) -> Trackers:

@@ -247,7 +247,7 @@ def score_sequences(reward: Rewards | None, extra: tuple[str, ...] = (), *, pref
         (sequences, *extra, *keys.values()),
         (f"{prefix}score",),
         work=(sequences,),
-        function="realrl.algorithms.rewards.methods:RewardSum",
+        function="realrl.algorithms.rewards.reward_methods:RewardSum",
     )
     return [*(_score(name, term, keys[name], extra, prefix) for name, term in terms.items()), total]
 

@@ -85,7 +85,8 @@ class RunPage:
     def read_metrics(self, query: Query) -> Reply:
         """Read the metrics after `offset` bytes whose names, separated by commas, are in `names`.
 
-        `file` in the reply differs if the file is another one. If the file has become shorter, reading restarts.
+        The reply's `file` changes if the metrics file was replaced by another one. If the file has become shorter,
+        reading starts again at its beginning.
         """
         names = query.get("names", "").split(",")[:_NAMES]
         offset, file = _whole(query.get("offset")), self._find(METRICS)

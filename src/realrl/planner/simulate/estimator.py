@@ -7,7 +7,7 @@ from realrl.dataflow.graph import share_steps
 from realrl.plan.plan import Plan
 from realrl.planner.simulate.durations import Durations
 from realrl.planner.simulate.estimate import CallEstimate, Estimate, MoveEstimate, Slice
-from realrl.planner.simulate.footprints import compute_footprints, compute_host_memory
+from realrl.planner.simulate.plan_memory import compute_footprints, compute_host_memory
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.simulate.simulator import Simulation, simulate
 from realrl.planner.workload.flops import count_flops

@@ -29,7 +29,7 @@ from realrl.runtime.doctor.machine import (
     list_gpus,
     run_checks,
 )
-from realrl.runtime.output.trackers import check_trackers
+from realrl.runtime.output.tracker_threads import check_trackers
 from realrl.runtime.prepare.cluster import named_cluster, written_cluster
 from realrl.runtime.prepare.devices import check_kind
 from realrl.runtime.prepare.fit.check import check_fit

@@ -30,7 +30,7 @@ from realrl.runtime.supervision.failures import (
     print_failure,
 )
 from realrl.runtime.supervision.heartbeat import Heartbeat
-from realrl.runtime.supervision.restarts import RestartPolicy
+from realrl.runtime.supervision.restart_policy import RestartPolicy
 from realrl.runtime.supervision.run_end import RESTARTING, NoteFile, write_end
 from realrl.runtime.supervision.watchdog import Watchdog, describe_others
 

@@ -45,7 +45,7 @@ from realrl.recipe.load import dump_experiment
 from realrl.recipe.sources import list_sources
 from realrl.runtime.output.algorithm_record import RECORD, AlgorithmRecord
 from realrl.runtime.output.lock import LOCK
-from realrl.runtime.output.trackers import TRACKED, Trackers, open_trackers
+from realrl.runtime.output.tracker_threads import TRACKED, Trackers, open_trackers
 from realrl.runtime.processes.environment import find_job, restart_count
 
 HISTORY = "history.jsonl"

@@ -1,249 +1,277 @@
-"""Run each tracker of a run in its own thread, so that none can stop or delay the run. Does not import torch."""
+"""TensorBoard, Weights & Biases and MLflow as trackers of a run.
 
-import threading
+Their libraries are imported when a run opens its trackers.
+"""
+
+import json
+import logging
+import re
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, Protocol
 
-from realrl.config.errors import UserError
-from realrl.config.redaction import redact
-from realrl.recipe.experiment import Experiment
-from realrl.recipe.load import dump_settings
-from realrl.recipe.run_settings import TrackersConfig
-from realrl.runtime.output.tracker_services import (
-    BOARD,
-    IDS,
-    MlflowTracker,
-    TensorBoardTracker,
-    TrackedRun,
-    Tracker,
-    WandbTracker,
-)
-from realrl.runtime.processes.environment import ABANDONED
-from realrl.runtime.supervision.run_end import read_notes
+from realrl.config.files import write_whole
+from realrl.config.redaction import redact_settings
+from realrl.config.yaml_file import dump_yaml
+from realrl.recipe.run_settings import MlflowConfig, WandbConfig
 
-CAPACITY = 1000
-"""Maximum number of waiting records. Further records replace the oldest ones."""
-TRIES = 3
-"""Maximum number of tries for each record."""
-PAUSE, LONGEST_PAUSE = 1.0, 60.0
-"""Seconds between two tries, and their maximum. Each consecutive failure doubles the seconds."""
-_LONG = 300
-"""Maximum characters of a tracker's error message."""
+IDS = "trackers"
+"""Name of the directory with the ids that trackers give to a run."""
 
 
-@dataclass(frozen=True)
-class _Record:
-    """The metrics of a step, or the text of a note."""
+@dataclass(frozen=True, kw_only=True)
+class TrackedRun:
+    """A run as trackers see it, which does not include secrets."""
 
-    step: int = 0
-    metrics: Mapping[str, float] | None = None
-    text: str = ""
+    directory: Path
+    settings: Mapping[str, Any]
+    """Nested settings of the recipe."""
+    done: int = 0
+    """Number of training steps before this start. It is above 0 if the run is resumed."""
+    notes: Sequence[str] = ()
+    """Notes of earlier starts of the run."""
 
-    def deliver(self, tracker: Tracker) -> None:
-        if self.metrics is None:
-            tracker.note(self.text)
-        else:
-            tracker.log(self.step, self.metrics)
+    @property
+    def name(self) -> str:
+        """Default name of the run."""
+        return self.directory.resolve().name
+
+    def load_id(self, tracker: str) -> str | None:
+        """Return the id that a tracker gave to this run at an earlier start; None without one."""
+        try:
+            found = json.loads(self._file(tracker).read_text(encoding="utf-8"))["id"]
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+        return found if isinstance(found, str) else None
+
+    def save_id(self, tracker: str, name: str) -> None:
+        """Save the id that a tracker gave to this run, so that it can be resumed. Raises OSError."""
+        write_whole(self._file(tracker), json.dumps({"id": name}) + "\n")
+
+    def _file(self, tracker: str) -> Path:
+        return self.directory / IDS / f"{tracker}.json"
 
 
-class BackgroundTracker:
-    """A tracker in its own thread. Methods never raise, and all except `finish` return at once."""
+class Tracker(Protocol):
+    """A receiver of metrics. Its methods are called in a separate thread, and may raise any exception or hang."""
 
-    def __init__(self, name: str, tracker: Tracker, run: TrackedRun, capacity: int = CAPACITY) -> None:
-        self._name, self._tracker, self._run = name, tracker, run
-        self._waiting: deque[_Record] = deque()
-        self._capacity = capacity
-        self._changed = threading.Condition()
-        self._closing: bool | None = None
-        """Whether the run has ended well; None while it runs."""
-        self._logged = self._delivered = 0
-        self._messages: deque[str] = deque()
-        self._said: set[str] = set()
-        self._opened, self._pause = False, PAUSE
-        self._thread = threading.Thread(target=self._work, name=f"{ABANDONED}-{name}", daemon=True)
-        self._thread.start()
+    def open(self, run: TrackedRun) -> None:
+        """Begin or resume a run. This is called again after a failure."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Queue the metrics of a step."""
-        self._logged += 1
-        self._put(_Record(step, dict(metrics)))
+        """Receive metrics after `step` steps. Names are, for example, `train/actor.train/loss`.
+
+        If a run resumes or goes back, the steps after its checkpoint come again.
+        """
 
     def note(self, text: str) -> None:
-        """Queue a note."""
-        self._put(_Record(text=redact(text)))
-
-    def take_messages(self) -> list[str]:
-        """Return the messages for the user, and forget them."""
-        return [self._messages.popleft() for _ in range(len(self._messages))]
-
-    def begin_closing(self, *, done: bool) -> None:
-        """Let the tracker end when no record waits any more. `done`: whether the run has ended well."""
-        with self._changed:
-            self._closing = done
-            self._changed.notify_all()
-
-    def finish(self, deadline: float) -> None:
-        """Wait for the tracker until the deadline on the monotonic clock, and report records that it has missed."""
-        self._thread.join(max(0.0, deadline - time.monotonic()))
-        late = ""
-        if self._thread.is_alive():
-            late = " had not ended in time (trackers.patience)"
-        missing = self._logged - self._delivered
-        if missing:
-            late += f"{' and' if late else ''} misses {missing} of {self._logged} records"
-        if late:
-            self._messages.append(f"{self._name}{late}; metrics.jsonl has them all")
-
-    def _put(self, record: _Record) -> None:
-        with self._changed:
-            if len(self._waiting) >= self._capacity:
-                self._waiting.popleft()
-                self._say(
-                    "slow",
-                    f"is slower than the run: more than {self._capacity} records wait, and the oldest are dropped",
-                )
-            self._waiting.append(record)
-            self._changed.notify_all()
-
-    def _work(self) -> None:
-        while (record := self._take()) is not None:
-            if self._try_repeatedly(record) and record.metrics is not None:
-                self._delivered += 1
-        if self._opened:
-            self._try(lambda: self._tracker.close(done=bool(self._closing)))
-
-    def _take(self) -> _Record | None:
-        """Wait for a record; None at the end of the run."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closing is not None)
-            return self._waiting.popleft() if self._waiting else None
-
-    def _try_repeatedly(self, record: _Record) -> bool:
-        for _ in range(TRIES):
-            if self._try(lambda: self._deliver(record)):
-                self._pause = PAUSE
-                return True
-            with self._changed:
-                if self._changed.wait_for(lambda: self._closing is not None, self._pause):
-                    return False  # at the end of the run, each record gets one try
-            self._pause = min(2 * self._pause, LONGEST_PAUSE)
-        return False
-
-    def _deliver(self, record: _Record) -> None:
-        if not self._opened:
-            self._tracker.open(self._run)
-            self._opened = True
-        record.deliver(self._tracker)
-
-    def _try(self, action: Callable[[], None]) -> bool:
-        try:
-            action()
-        except BaseException as error:  # libraries may also exit or interrupt
-            text = " ".join(redact(str(error)).split())
-            self._say(
-                "failed", f"fails: {type(error).__name__}: {text[:_LONG]}; the run continues without it"
-            )
-            return False
-        return True
-
-    def _say(self, kind: str, text: str) -> None:
-        if kind not in self._said:
-            self._said.add(kind)
-            self._messages.append(f"{self._name} {text}")
-
-
-TRACKED = (IDS, BOARD, "wandb")
-"""Names of the directories that trackers create in a run's directory."""
-HASTE = 1.0
-"""Maximum seconds that a failed run waits for its trackers. Its launcher waits longer than that for its error."""
-
-
-class Trackers:
-    """All trackers of a run, on the rank that writes. No method raises, and only `close` waits."""
-
-    def __init__(
-        self,
-        trackers: Sequence[BackgroundTracker] = (),
-        say: Callable[[str], None] = lambda text: None,
-        patience: float = 0.0,
-    ) -> None:
-        """`say` shows messages to the user. `close` waits at most `patience` seconds."""
-        self._trackers, self._say, self._patience = trackers, say, patience
-
-    def log(self, step: int, kind: str, seconds: float, metrics: Mapping[str, float]) -> None:
-        """Send metrics. `kind` is that of a training step or an evaluation."""
-        named = {f"{kind}/{name}": value for name, value in metrics.items()}
-        for tracker in self._trackers:
-            tracker.log(step, {**named, f"{kind}/seconds": seconds})
-        self._show_messages()
-
-    def note(self, text: str) -> None:
-        """Send a note to all trackers."""
-        for tracker in self._trackers:
-            tracker.note(text)
+        """Receive a note."""
 
     def close(self, *, done: bool) -> None:
-        """End all trackers, and report missed records. `done`: whether the run has ended well.
-
-        Further calls do nothing.
-        """
-        deadline = time.monotonic() + (self._patience if done else min(self._patience, HASTE))
-        for tracker in self._trackers:
-            tracker.begin_closing(done=done)
-        for tracker in self._trackers:
-            tracker.finish(deadline)
-        self._show_messages()
-        self._trackers = ()
-
-    def _show_messages(self) -> None:
-        for tracker in self._trackers:
-            for message in tracker.take_messages():
-                self._say(message)
+        """End the run. `done`: whether it has ended well."""
 
 
-def check_trackers(experiment: Experiment) -> None:
-    """Check that the libraries of a recipe's trackers are installed. Raises UserError if not."""
-    for name in _list_names(experiment.trackers):
-        if not _is_installed(name):
-            raise UserError(
-                f"trackers.{name} needs {name}, which is not installed; run pip install 'realrl[{name}]'"
-            )
+MLFLOW = "mlflow"
+_MLFLOW_PARAMETERS, _MLFLOW_VALUE, _MLFLOW_NOTES = 100, 500, 5000
+"""Limits that hold for every server: parameters in a request, characters of a value, and characters of notes."""
 
 
-def open_trackers(
-    experiment: Experiment, directory: Path, say: Callable[[str], None], done: int = 0
-) -> Trackers:
-    """Start the trackers of a recipe, each in a thread. `done`: number of training steps before this start."""
-    run = TrackedRun(
-        directory=directory, settings=dump_settings(experiment), done=done, notes=read_notes(directory)
-    )
-    config = experiment.trackers
-    made = [BackgroundTracker(f"trackers.{name}", _make(name, config), run) for name in _list_names(config)]
-    return Trackers(made, say, config.patience)
+class MlflowTracker:
+    """A run of MLflow."""
+
+    def __init__(self, config: MlflowConfig) -> None:
+        self._config = config
+        self._client: Any = None
+        self._id = ""
+        self._notes: list[str] = []
+        self._parameters: list[tuple[str, str]] = []
+        """Settings of a new run that have not been sent yet."""
+
+    def open(self, run: TrackedRun) -> None:
+        """Begin a run, or resume it."""
+        from mlflow import MlflowClient
+
+        # MLflow would log every change of its tables.
+        logging.getLogger(MLFLOW).setLevel(logging.WARNING)
+        self._client = MlflowClient(tracking_uri=self._config.tracking_uri)
+        self._notes = list(run.notes)  # a new note replaces the whole text
+        known = run.load_id(MLFLOW)
+        if known is not None and self._is_there(known):
+            self._id = known
+            self._client.update_run(known, status="RUNNING")
+        else:
+            self._id = self._create(run)
+            self._parameters = list(_flatten(run.settings))
+            run.save_id(MLFLOW, self._id)
+        self._send_parameters()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the metrics of a step in one request."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        found = [Metric(_rename(name), value, now, step) for name, value in metrics.items()]
+        self._client.log_batch(self._id, metrics=found)
+
+    def note(self, text: str) -> None:
+        """Add a note as a line to the description of the run."""
+        self._notes.append(text)
+        self._client.set_tag(self._id, "mlflow.note.content", "\n\n".join(self._notes)[-_MLFLOW_NOTES:])
+
+    def close(self, *, done: bool) -> None:
+        """Set the status of the run."""
+        self._client.set_terminated(self._id, "FINISHED" if done else "FAILED")
+
+    def _is_there(self, name: str) -> bool:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self._client.get_run(name)
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":  # on another server, or deleted
+                return False
+            raise
+        return True
+
+    def _create(self, run: TrackedRun) -> str:
+        config, client = self._config, self._client
+        experiment = client.get_experiment_by_name(config.experiment)
+        where = (
+            client.create_experiment(config.experiment) if experiment is None else experiment.experiment_id
+        )
+        tags = redact_settings(config.tags)
+        made = client.create_run(where, run_name=config.run_name or run.name, tags=tags)
+        name: str = made.info.run_id
+        return name
+
+    def _send_parameters(self) -> None:
+        """Send settings. After a failure, the remaining ones are sent when the run is opened again."""
+        from mlflow.entities import Param
+
+        while self._parameters:
+            some = [Param(key, value[:_MLFLOW_VALUE]) for key, value in self._parameters[:_MLFLOW_PARAMETERS]]
+            self._client.log_batch(self._id, params=some)
+            del self._parameters[:_MLFLOW_PARAMETERS]
 
 
-def _list_names(config: TrackersConfig) -> Iterator[str]:
-    if config.tensorboard or (config.tensorboard is None and _is_installed("tensorboard")):
-        yield "tensorboard"
-    if config.wandb is not None and config.wandb.mode != "disabled":
-        yield "wandb"
-    if config.mlflow is not None:
-        yield "mlflow"
+def _rename(name: str) -> str:
+    """Replace characters that MLflow does not allow in names, as in `pass@8`."""
+    return re.sub(r"[^\w\-. /]", "_", name)
 
 
-def _make(name: str, config: TrackersConfig) -> Tracker:
-    if config.wandb is not None and name == "wandb":
-        return WandbTracker(config.wandb)
-    if config.mlflow is not None and name == "mlflow":
-        return MlflowTracker(config.mlflow)
-    return TensorBoardTracker()
+def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the settings that are not null, as pairs (dotted name, value)."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flatten(value, f"{prefix}{_rename(str(key))}.")
+        elif value is not None:
+            yield prefix + _rename(str(key)), str(value)
 
 
-def _is_installed(module: str) -> bool:
-    """Return whether a library is installed. A directory with its name, which W&B leaves behind, does not count."""
-    found = find_spec(module)
-    return found is not None and found.origin is not None
+BOARD = "tensorboard"
+"""Name of the directory in a run's directory for TensorBoard's files."""
+
+
+class TensorBoardTracker:
+    """Writes event files for TensorBoard."""
+
+    def __init__(self) -> None:
+        self._writer: Any = None
+        self._notes = self._last = 0
+        self._place = ""
+
+    def open(self, run: TrackedRun) -> None:
+        """Start an event file, which replaces later steps in older files."""
+        self._place = str(run.directory / BOARD)
+        self._notes = len(run.notes)
+        self._start(run.done + 1)
+        if not run.done:
+            # TensorBoard shows indented lines as code.
+            text = "".join(f"    {line}\n" for line in dump_yaml(dict(run.settings)).splitlines())
+            self._writer.add_text("recipe", text)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write a scalar for each metric."""
+        if step < self._last:  # training has gone back
+            self._writer.close()
+            self._start(step)
+        self._last = step
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def note(self, text: str) -> None:
+        """Write a note as text."""
+        self._writer.add_text("notes", text, self._notes)
+        self._notes += 1
+
+    def close(self, *, done: bool) -> None:
+        """Flush and close the file."""
+        self._writer.close()
+
+    def _start(self, purge_step: int) -> None:
+        """Start an event file that replaces all steps from `purge_step` on in older files."""
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self._writer = SummaryWriter(self._place, purge_step=purge_step)
+
+
+WANDB = "wandb"
+STEP = "step"
+"""Metric on the x axis. W&B's own step can only rise, so it would lose repeated steps."""
+
+
+class WandbTracker:
+    """A run of Weights & Biases."""
+
+    def __init__(self, config: WandbConfig) -> None:
+        self._config = config
+        self._run: Any = None
+        self._notes: list[str] = []
+
+    def open(self, run: TrackedRun) -> None:
+        """Begin a run, or resume it."""
+        import wandb
+
+        config = self._config
+        name = run.load_id(WANDB)
+        if name is None:
+            name = uuid.uuid4().hex[:12]
+            run.save_id(WANDB, name)
+        # Do not send command line, output, sources and git data, because they may contain secrets. `silent` also
+        # keeps W&B from asking for a key.
+        settings = wandb.Settings(
+            console="off", disable_git=True, save_code=False, silent=True, x_disable_meta=True
+        )
+        self._run = wandb.init(
+            project=config.project,
+            entity=config.entity,
+            name=config.name or run.name,
+            group=config.group,
+            tags=redact_settings(config.tags),
+            mode=config.mode,
+            id=name,
+            resume="allow",
+            dir=str(run.directory),
+            config=dict(run.settings),
+            allow_val_change=True,
+            settings=settings,
+        )
+        self._run.define_metric(STEP, hidden=True)
+        self._run.define_metric("*", step_metric=STEP)
+        self._notes = list(run.notes)  # a new note replaces the whole text
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the metrics of a step as one row."""
+        self._run.log({STEP: step, **metrics})
+
+    def note(self, text: str) -> None:
+        """Add a note as a line to the notes of the run."""
+        self._notes.append(text)
+        self._run.notes = "\n".join(self._notes)
+
+    def close(self, *, done: bool) -> None:
+        """Wait until everything is sent."""
+        self._run.finish(exit_code=0 if done else 1)

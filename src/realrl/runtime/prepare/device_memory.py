@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from realrl.dataflow.call import Kind
 from realrl.planner.simulate.estimate import DeviceMemory
-from realrl.planner.simulate.footprints import compute_footprints
+from realrl.planner.simulate.plan_memory import compute_footprints
 from realrl.program.instructions import Program, Run
 from realrl.program.memory import EarlyLoads, find_early_loads
 from realrl.runtime.prepare.devices import memory_spec

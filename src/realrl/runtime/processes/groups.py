@@ -1,4 +1,4 @@
-"""Process groups of a run: connections of gloo, or NCCL communicators that are split from the one of all ranks.
+"""Create the process groups of a run: with gloo, or as splits of one NCCL communicator of all ranks.
 
 All ranks create the same groups in the same order.
 """

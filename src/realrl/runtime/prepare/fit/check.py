@@ -12,7 +12,7 @@ from realrl.plan.presets import PRESETS, SEARCH
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.report.shortage_text import describe_full_host
 from realrl.planner.simulate.estimate import DeviceMemory, NodeMemory, find_full_host
-from realrl.planner.simulate.footprints import compute_footprints, compute_host_memory
+from realrl.planner.simulate.plan_memory import compute_footprints, compute_host_memory
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.prepare.devices import host_is_device, memory_spec, spec_of
 from realrl.runtime.prepare.fit.changes import (

@@ -1,4 +1,4 @@
-"""Losses, moments and methods shared by algorithms that train a policy on its own samples."""
+"""Train a policy on its own samples: clipped loss, log-probabilities under actor and reference, the train call."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from realrl.algorithms.kl import (
     sequence_kl,
 )
 from realrl.algorithms.policy import RewardedExperiment
-from realrl.algorithms.rewards.methods import make_reward_methods
+from realrl.algorithms.rewards.reward_methods import make_reward_methods
 from realrl.data.batch import Batch, Ragged
 from realrl.recipe.algorithm import get_eval_generation
 

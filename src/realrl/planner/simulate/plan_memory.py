@@ -1,4 +1,4 @@
-"""Memory footprints of devices by call and part."""
+"""Predict the peak memory of each device during a step of a plan, by call and part."""
 
 import math
 from collections import Counter
