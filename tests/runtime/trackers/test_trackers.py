@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from realrl.runtime.output import tracker_threads
 from realrl.runtime.output.tracker_threads import CAPACITY, TRIES, BackgroundTracker, TrackedRun, Trackers
 
 
