@@ -23,7 +23,7 @@ class Divided(StrEnum):
     """Decoder layers: the ranks are pipeline stages."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # equal only to itself: the search looks axes up millions of times
 class Axis:
     """Axis of a mesh. Ranks along an axis that divides nothing hold and compute the same."""
 

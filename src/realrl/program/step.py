@@ -223,10 +223,10 @@ class StepGraph:
                 ]
                 continue
             back = Phase.OFFLOAD_CHANGED if self.calls[c].kind is Kind.TRAIN else Phase.OFFLOAD
-            own = (Phase.LOAD, Phase.OFFLOAD_SOURCE, Phase.HAND_ON, back)
-            found += [Activity(phase, c, home, home) for phase in own]
+            found += [Activity(phase, c, home, home) for phase in (Phase.LOAD, Phase.HAND_ON, back)]
             if home != c:
-                found += [Activity(Phase.REALLOCATE, c, home, c), Activity(Phase.RELEASE, c, home, home)]
+                elsewhere = (Phase.REALLOCATE, c), (Phase.OFFLOAD_SOURCE, home), (Phase.RELEASE, home)
+                found += [Activity(phase, c, home, target) for phase, target in elsewhere]
             for number, average in enumerate(self.graph.averages):
                 if self.calls[c].kind is Kind.TRAIN and average.source == self.calls[c].role:
                     follower = homes[average.role]

@@ -27,13 +27,13 @@ LINKS = Links(170e6, 20e6, 0.0)
 
 
 def list_placements(layouts: Layouts) -> list[Placement]:
-    columns = (layouts.first, layouts.size, layouts.sharded, layouts.dtype, layouts.degrees)
+    columns = (layouts.first, layouts.size, layouts.sharded, layouts.dtype, *layouts.degrees)
     return [
         Placement(
             Mesh(first, size),
             Strategy(degrees=Degrees(tuple(degrees)), zero=3 if sharded else 1, dtype=TYPES[dtype]),
         )
-        for first, size, sharded, dtype, degrees in zip(*(c.tolist() for c in columns), strict=True)
+        for first, size, sharded, dtype, *degrees in zip(*(c.tolist() for c in columns), strict=True)
     ]
 
 

@@ -436,5 +436,7 @@ def _into_empty(holding: Ints, needed: Boxes, weights: ParameterBytes) -> Floats
 
 def _same(source: Layouts, target: Layouts, *, where: bool) -> NDArray[np.bool_]:
     """Tell which pairs of layouts are equal; with `where`, also at equal positions."""
-    equal = (source.degrees == target.degrees).all(axis=-1) & (source.sharded == target.sharded)
+    equal = source.sharded == target.sharded
+    for one, other in zip(source.degrees, target.degrees, strict=True):
+        equal = equal & (one == other)
     return equal & (source.first == target.first) if where else equal

@@ -1,8 +1,8 @@
 """Layouts as columns, and the names of the parameters that move between them."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, reduce
 
 import numpy as np
 
@@ -28,8 +28,8 @@ class Layouts:
 
     first: Ints
     """First rank of the mesh."""
-    degrees: Ints
-    """Degrees of parallelism, in the order of `plan.axes.AXES`: [..., axes]."""
+    degrees: tuple[Ints, ...]
+    """Degrees of parallelism, one column per axis, in the order of `plan.axes.AXES`."""
     sharded: Ints
     """1 if data-parallel ranks shard the parameters (ZeRO-3), otherwise 0."""
     dtype: Ints
@@ -44,22 +44,22 @@ class Layouts:
             for s in [p.strategy]
         ]
         table = np.array(rows, dtype=np.int64).reshape(len(rows), 3 + len(axis_names()))
-        first, sharded, dtype, degrees = (
-            np.ascontiguousarray(part) for part in (*table[:, :3].T, table[:, 3:])
-        )
-        return cls(first, degrees, sharded, dtype)
+        # Each column is contiguous, since the search selects among some hundred thousand rows.
+        first, sharded, dtype, *degrees = (np.ascontiguousarray(column) for column in table.T)
+        return cls(first, tuple(degrees), sharded, dtype)
 
     def __getitem__(self, index: Ints) -> "Layouts":
-        return Layouts(*(getattr(self, field.name)[index] for field in fields(self)))
+        degrees = tuple(degree[index] for degree in self.degrees)
+        return Layouts(self.first[index], degrees, self.sharded[index], self.dtype[index])
 
     def degree(self, *axes: str) -> Ints:
-        """Number of ranks along some axes."""
-        return np.asarray(self.degrees[..., [column_of(axis) for axis in axes]].prod(axis=-1))
+        """Number of ranks along some axes, at least one."""
+        return reduce(np.multiply, (self.degrees[column_of(axis)] for axis in axes))
 
     @cached_property
     def size(self) -> Ints:
         """Ranks of the mesh."""
-        return np.asarray(self.degrees.prod(axis=-1))
+        return reduce(np.multiply, self.degrees)
 
     @cached_property
     def shares(self) -> Ints:
@@ -86,11 +86,11 @@ class Layouts:
         """Integer code of each layout; equal codes mean equal layouts."""
         code = self.first * 65536 + self.size
         # The degree of the first axis follows from the size and the others.
-        others = self.degrees[..., 1:]
-        bits = _DEGREE_BITS // others.shape[-1]
-        assert others.size == 0 or others.max() < 1 << bits, "degrees fit their bits"
-        for column in range(others.shape[-1]):
-            code = (code << bits) + others[..., column]
+        others = self.degrees[1:]
+        bits = _DEGREE_BITS // len(others)
+        for degrees in others:
+            assert degrees.size == 0 or degrees.max() < 1 << bits, "degrees fit their bits"
+            code = (code << bits) + degrees
         return (code * 2 + self.sharded) * len(TYPES) + self.dtype
 
 

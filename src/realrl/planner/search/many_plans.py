@@ -8,6 +8,7 @@ lengths, and `OffloadedState` counts host memory.
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import TypeVar
 
 import numpy as np
@@ -123,7 +124,7 @@ class Facts(StepFacts):
     def _evaluate(self, activity: Activity) -> tuple[Bools, Floats, Bools, Floats, Floats]:
         nothing = np.zeros(self.columns.first.shape[1])
         present, weights = self.present(activity), self.columns.weights_bytes
-        where = np.logical_or.reduce([self.inside[row] for row in self.tables.rows(activity)]) & present
+        where = reduce(np.logical_or, (self.inside[row] for row in self.tables.rows(activity))) & present
         if activity.phase is Phase.RUN:
             return where, self._seconds(activity), where, nothing, self.columns.working_bytes[activity.call]
         row, sign = (activity.allocates, 1) if activity.frees is None else (activity.frees, -1)
