@@ -34,8 +34,8 @@ from realrl.runtime.step import TrainingSteps
 from realrl.runtime.worker.roles import Roles
 
 _LEAST_DISTANCE = 1e-3
-"""Minimum of the median distance from the median, as a share of the median. It avoids spikes of constant
-metrics."""
+"""Minimum of the median distance from the median, as a share of the median. Without it, small changes of a nearly
+constant metric would be spikes."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def restore(
 
     Raises UserError on all ranks if none can be read.
     """
-    # The import takes a second, which runs without checkpoints save.
+    # This import takes a second, so runs without checkpoints avoid it.
     from realrl.checkpoint.storage import check_tensors, read_state
 
     problems: list[str] = []
@@ -170,7 +170,7 @@ class StatefulParts:
 
     process: Process
     phase: Phase
-    """Training steps."""
+    """The training step, with its plan and programs."""
     roles: Roles
     training: TrainingSteps
     directory: RunDirectory
@@ -184,7 +184,7 @@ class StatefulParts:
     def gather_scoring(self) -> dict[str, int]:
         """Gather, from all ranks, the checksums of everything that determines scores.
 
-        A single rank is not enough, because it keeps only the fields that it needs.
+        One rank is not enough, because each rank keeps only the fields that it needs.
         """
         return dict(item for part in self.process.gather(self.training.scoring) for item in part.items())
 
@@ -272,9 +272,10 @@ class Continuation:
         self._started = time.monotonic()
 
     def restore(self, checkpoints: tuple[int, ...], steps: int) -> None:
-        """Resume from the first readable checkpoint. `checkpoints` are the numbers of steps before them.
+        """Resume from the first readable checkpoint.
 
-        Raises UserError if none can be read, or if the first one is after more steps than the run has (`steps`).
+        `checkpoints`: number of training steps before each checkpoint, the latest first. `steps`: number of steps
+        of the run. Raises UserError if no checkpoint can be read, or if the latest one has more steps than the run.
         """
         if checkpoints:
             if checkpoints[0] > steps:

@@ -32,7 +32,7 @@ from realrl.runtime.supervision.watchdog import PeerWatch
 STATUS_EVERY = 2.0
 """Seconds between writes of the status file."""
 PATIENCE = 3.0
-"""Seconds that a rank which has lost a peer gives other ranks to report the cause."""
+"""Seconds that a rank waits after it has lost a peer, so that other ranks can report the cause."""
 
 
 class Supervision:

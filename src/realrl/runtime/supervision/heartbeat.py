@@ -84,7 +84,7 @@ class Heartbeat:
     ended: bool = False
     """Whether the rank is exiting normally, so that watchdogs no longer expect heartbeats."""
     resident_bytes: int = 0
-    """Resident memory. Only status files have it, because reading it takes longer than everything else."""
+    """Resident memory. Only status files have it, because reading it takes longer than all other fields."""
     peak_resident_bytes: int = 0
     device_bytes: int = 0
     """GPU memory that torch has reserved; on a CPU, the resident memory."""
@@ -99,7 +99,7 @@ class Heartbeat:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """How far the rank has come. Ranks can be compared by this key."""
+        """How far the rank has come: step, position of the call in the graph, and position in the program."""
         return self.step, self.order, self.position
 
     @property

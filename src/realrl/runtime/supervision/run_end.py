@@ -15,7 +15,7 @@ ENDED = "ended.json"
 RESTARTING = -1
 """Status of a run that has failed and is being restarted."""
 NOTES = "notes.jsonl"
-"""Name of the file with a line for each note, which includes its time."""
+"""Name of the file with one JSON line for each note, which contains its text and time."""
 KEPT_NOTES = 1000
 """Maximum number of notes that a process writes."""
 _TAIL = 1 << 20

@@ -24,7 +24,7 @@ _BUSY = 0.5
 _LIVELY = ("train", "eval", "save")
 """Parts of a run that should always make progress."""
 _SLOW = 4
-"""Factor on the time limit in all other parts, because models come from file systems and networks."""
+"""Factor on the time limit in all other parts of a run, because loading models over a network is slow."""
 
 
 class Watchdog:

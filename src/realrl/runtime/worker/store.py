@@ -10,9 +10,9 @@ from realrl.plan.plan import Plan
 
 
 class Store:
-    """Rows by key and item.
+    """Rows by key (named data, such as `sequences`) and item (a prompt, pair or answer).
 
-    The assignment of items to ranks depends only on lengths, so every rank computes the same one.
+    The assignment of items to ranks depends only on lengths, so every rank computes the same assignment.
     """
 
     def __init__(self, graph: DataflowGraph, plan: Plan, samples: int = 1) -> None:

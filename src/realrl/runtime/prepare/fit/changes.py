@@ -155,8 +155,10 @@ def _more_nodes(spec: ClusterSpec) -> Attempts:
 
 
 def _larger_devices(spec: ClusterSpec) -> Iterator[Change]:
-    """Yield built-in kinds of devices with more memory: the least memory first and, if it is about equal, the
-    slowest first."""
+    """Yield changes to built-in devices with more memory, in order of memory.
+
+    Devices with about equal memory are in order of speed, the slowest first.
+    """
     group, *others = spec.groups
     if group.device.cpu or others:
         return
@@ -169,7 +171,7 @@ def _larger_devices(spec: ClusterSpec) -> Iterator[Change]:
 def _shorter_sequences(draft: Draft) -> Iterator[Change]:
     """Yield changes that shorten prompts or answers, whichever are longer.
 
-    Without generation, they shorten sequences.
+    In recipes without generation, the changes shorten whole sequences.
     """
     experiment, workload = draft.experiment, draft.scenario().workload
     if not any(call.kind is Kind.GENERATE for call in experiment.graph.calls):

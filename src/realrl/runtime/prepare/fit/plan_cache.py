@@ -110,11 +110,11 @@ def _write(file: Path, found: SearchedPlan, scenario: Scenario) -> str:
 def make_fingerprint(value: object) -> str:
     """Describe a value by its parts, as the same text in every process.
 
-    Values are equal if and only if their texts are.
+    Two values are equal if and only if their texts are equal.
 
     Parts are the fields of a dataclass or pydantic model, or the elements of a collection. A value of any other
-    class is described by its attributes with the names of the constructor's parameters. Raises TypeError if one is
-    missing.
+    class is described by its attributes with the names of the constructor's parameters. Raises TypeError if such an
+    attribute is missing.
     """
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return repr(value)
