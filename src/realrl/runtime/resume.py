@@ -57,7 +57,8 @@ class SpikeDetector:
     def look(self, step: int, metrics: Mapping[str, float]) -> Spike | None:
         """Return a spike in the metrics of a step, if there is one. Raises UserError if the metric is missing.
 
-        A value that is not finite is a spike. Spikes do not count as usual values.
+        NaN is also a spike. No value is a spike before the detector has seen half a window of values. Spikes do not
+        count as usual values.
         """
         name = self._settings.metric
         if name not in metrics:
@@ -179,7 +180,7 @@ class StatefulParts:
     functions: Mapping[str, FunctionMethod]
     """The functions that this rank calls, by the names of their calls."""
     algorithm: Callable[[], Algorithm]
-    """Returns the current algorithm object."""
+    """Function that returns the current algorithm object."""
 
     def gather_scoring(self) -> dict[str, int]:
         """Gather, from all ranks, the checksums of everything that determines scores.
@@ -330,7 +331,7 @@ class Continuation:
         self.notes.append(f"{text}, so the run continues with other {what}")
 
     def start(self, started: float) -> None:
-        """Start the clock. `started`: when this start of the run began, on the monotonic clock."""
+        """Start the clock of `seconds`. `started`: when this start of the run began, on the monotonic clock."""
         before = 0.0 if self.restored is None else self.restored.state.seconds
         self._started = started - before
 

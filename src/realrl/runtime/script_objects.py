@@ -23,11 +23,11 @@ from realrl.runtime.processes.environment import OBJECTS_VARIABLE
 
 MODULE = "realrl_objects"
 CALLBACKS = "callbacks"
-"""Name of the variable in this module that holds the callbacks of a run, on its ranks."""
+"""Name of the variable in `realrl_objects` that holds the callbacks of a run, on its ranks."""
 
 
 def add_function(setting: str, function: Callable[..., Any]) -> str:
-    """Add a function to the module. Returns its reference for a recipe, `realrl_objects:NAME`.
+    """Add a function to the module `realrl_objects`. Returns its reference for a recipe, `realrl_objects:NAME`.
 
     The name depends on the function's own name and source, so that the same script gives the same recipe again.
     """
@@ -39,7 +39,7 @@ def add_function(setting: str, function: Callable[..., Any]) -> str:
 
 
 def find_objects(settings: Any) -> dict[str, Any]:
-    """Find the functions of `realrl_objects` that a recipe's settings name. Keys are their names."""
+    """Find the functions of `realrl_objects` that a recipe's settings name. Returns the functions by name."""
     if isinstance(settings, dict):
         settings = list(settings.values())
     if isinstance(settings, list | tuple):

@@ -184,7 +184,7 @@ class TrainingRun:
         self.roles.offload_homes()
 
     def open(self) -> None:
-        """Start the run's directory, and notify the observer, on the rank that writes.
+        """On the rank that writes, start the run's directory, and notify the observer.
 
         Raises UserError if the directory cannot be used.
         """

@@ -1,10 +1,10 @@
 """`realrl plan --try`: run the best plans for a few steps on this machine, and keep the fastest.
 
-Successive halving measures all plans for a few steps, then the faster half for twice as many steps, and so on.
+Successive halving measures all plans for a few steps, then the faster half for twice as many steps, and so on. Does
+not import torch.
 
 K. Jamieson and A. Talwalkar, "Non-stochastic best arm identification and hyperparameter optimization", AISTATS
-2016. Does not import torch.
-
+2016.
 """
 
 import json
@@ -69,7 +69,7 @@ class Trial:
 
 @dataclass
 class PlanTrials:
-    """Plans that are tried, by name, and the plans that are still in the contest."""
+    """A contest between plans: all plans that are tried, and the plans that are still in the contest."""
 
     tried: dict[str, Trial]
     standing: list[str]

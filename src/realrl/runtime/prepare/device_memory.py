@@ -98,7 +98,7 @@ def list_kept_decoding(job: Job, rank: int, gpu: Gpu | None) -> dict[str, int]:
 
 
 def _count_beside(kept: Mapping[str, int], call: str) -> int:
-    """Count the bytes that other calls keep while `call` runs."""
+    """Count the bytes of decode memory that generate calls other than `call` keep while `call` runs."""
     return sum(size for name, size in kept.items() if name != call)
 
 

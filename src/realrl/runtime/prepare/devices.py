@@ -115,7 +115,7 @@ def _with_threads(spec: ClusterSpec) -> ClusterSpec:
 
 
 def _cpu(experiment: Experiment, cluster: Cluster, here: Here | None) -> DeviceKind | None:
-    """Describe a process as a device; None unless the recipe computes on CPUs."""
+    """Describe one process of this machine as a device. Returns None unless the recipe computes on CPUs."""
     if here is None and experiment.device != "cpu":
         return None
     each = cluster.largest_node  # if nodes differ, all are treated like the slowest one

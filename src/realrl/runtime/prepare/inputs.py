@@ -96,8 +96,8 @@ def _advise_growth(role: str, config: ModelConfig, tokens: int) -> str:
 def load_stop_token_ids(experiment: Experiment, tokenizer: Any) -> tuple[int, ...]:
     """Return the tokens that end generation, from the recipe or from the files of the generating role's model.
 
-    If no role generates, the first language model decides, or else the first model. Raises UserError if there is no
-    such token, or if one is outside the model's vocabulary.
+    If no role generates, the tokens are those of the first language model, or else of the first model. Raises
+    UserError if there is no such token, or if one is outside the model's vocabulary.
     """
     configs, heads = experiment.model_configs, experiment.spec.heads
     generating = [call.model_role for call in experiment.graph.calls if call.kind is Kind.GENERATE]

@@ -156,8 +156,8 @@ def make_job(
     """Create the job that trains a recipe on a cluster. Raises UserError for an invalid plan.
 
     `plan` replaces the recipe's plan. It is required if the recipe has `plan: search`. `download` fetches the
-    `config.json` of models on the hub. Without it, checks that depend on sizes cover only the models that this
-    machine knows. Memory is not checked.
+    `config.json` of models on the hub. Without it, checks that depend on sizes cover only the models whose sizes
+    are known on this machine. Memory is not checked.
     """
     models = open_models(experiment, download=download)
     graph = models.graph

@@ -52,7 +52,7 @@ class Split:
 
 @dataclass(frozen=True)
 class ProcessChoice:
-    """The chosen division of the cores, and all compared divisions by number of processes."""
+    """The chosen division of the cores, and all compared divisions in order of their processes."""
 
     chosen: Split
     compared: Sequence[Split]
@@ -88,7 +88,7 @@ def choose_processes(experiment: Experiment, measured: Measured | None = None) -
 
 
 def list_splits() -> list[Split]:
-    """List the divisions of this machine's cores into equal parts, by number of processes."""
+    """List the divisions of this machine's cores into equal parts, in order of the number of processes."""
     cores = count_cores()
     counts = [n for n in range(1, cores + 1) if cores % n == 0]
     splits = [Split(processes=n, threads=count_threads(n)) for n in counts]
@@ -105,7 +105,7 @@ def _take_from_file(experiment: Experiment) -> ProcessChoice:
 
 
 def _predict(split: Split, experiment: Experiment, measured: Measured) -> Split:
-    """Add the predicted seconds of a step, unless a step cannot run this way."""
+    """Return the division with the predicted seconds of a step, or unchanged if a step cannot run this way."""
     try:
         estimate = _estimate(experiment, split.cluster, measured)
     except (UserError, DoesNotFit):

@@ -88,8 +88,8 @@ def is_writer() -> bool:
 def leave(status: int) -> NoReturn:
     """End the process of a rank without shutting the interpreter down.
 
-    Threads of gloo may still release tensors. If the interpreter is already shutting down, this would abort a
-    process that has finished its work.
+    Threads of gloo may still release tensors. If the interpreter is already shutting down, such a release would
+    abort a process that has finished its work.
     """
     sys.stdout.flush()
     sys.stderr.flush()

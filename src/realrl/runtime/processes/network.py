@@ -14,7 +14,8 @@ from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
 
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
-"""Variable with the network interface that gloo uses. By default, gloo uses the interface of the host's name."""
+"""Variable with the network interface that gloo uses. By default, gloo uses the interface with the address of the
+host's name."""
 
 INTERFACE_VARIABLES = (INTERFACE_VARIABLE, "NCCL_SOCKET_IFNAME")
 """The variables for gloo and NCCL. On one machine, NCCL uses its interface only for the rendezvous of ranks."""
@@ -204,7 +205,8 @@ class NodePlace:
         return self.nodes * here == self.world and self.ranks.start == self.node * here
 
     def match(self, cluster: Cluster | None) -> Cluster:
-        """Return the cluster that was started. Raises UserError if the user has named another `cluster`."""
+        """Return the cluster that the launcher has started. Raises UserError if the user has named another
+        `cluster`."""
         started = Cluster(self.nodes, len(self.ranks)) if self.even else None
         if cluster is None and started is not None:
             return started

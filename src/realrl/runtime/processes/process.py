@@ -167,7 +167,7 @@ def use_cuda(device: Device) -> bool:
 
 
 def resolve_cluster(text: str, device: Device) -> Cluster:
-    """Return the cluster that a recipe means by `text`. Raises UserError if it contradicts the launcher."""
+    """Return the cluster for `text`, the setting `cluster`. Raises UserError if it contradicts the launcher."""
     cluster = written_cluster(text)
     if not under_launcher():
         return cluster or Cluster(1, torch.cuda.device_count() if use_cuda(device) else 1)
@@ -245,9 +245,9 @@ def wait_to_be_scheduled() -> None:
     later.
 
     An answer of a peer wakes gloo's receiving thread while another thread still holds the lock of the connection on
-    which it sends. If the receiving thread takes the core of the other thread, it tries the lock again and again
-    until its time slice is over. This costs some milliseconds for every few messages. Tensor-parallel decoding on
-    as many cores as ranks took twice as long.
+    which it sends. If the receiving thread takes the core of the other thread, the receiving thread tries the lock
+    again and again until its time slice is over. This costs some milliseconds for every few messages.
+    Tensor-parallel decoding on as many cores as ranks took twice as long.
     """
     if sys.platform == "linux":
         # Sandboxes may forbid this; the run is then slower.

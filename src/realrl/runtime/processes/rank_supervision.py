@@ -39,7 +39,10 @@ class Supervision:
     """Threads that supervise one rank while it computes or waits."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
-        """If realrl's launcher has started this process, send it heartbeats from now on, and end when it ends."""
+        """If realrl's launcher has started this process, begin to send heartbeats to the launcher.
+
+        This process then also ends when the launcher ends.
+        """
         self.activity = Activity(rank, restart_count())
         self._device = device
         self._board: FileBoard | StoreBoard | None = None

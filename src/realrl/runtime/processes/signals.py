@@ -50,7 +50,7 @@ _deferral = _Deferral()
 
 
 class Interrupted(BaseException):
-    """A signal requests that the process ends.
+    """Raised when a signal requests that the process ends.
 
     This is not a KeyboardInterrupt, because the command line's library handles KeyboardInterrupt itself. `saved`
     describes the saved files.

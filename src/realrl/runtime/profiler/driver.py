@@ -142,7 +142,7 @@ class _Profiler:
         entries: dict[Hashable, Entry],
         kind: Literal["layers", "transfers"],
     ) -> None:
-        """Add the missing entries of one part.
+        """Measure the missing entries of one part of the profile.
 
         `rows` creates new points for each sweep, because points keep the models that they measure in memory.
         """
@@ -182,7 +182,7 @@ def count_local_processes() -> int:
 
 
 def _load_results(request: Request, process: Process, observer: MeasurementObserver | None) -> ResultsStore:
-    """Load the results of an earlier measurement."""
+    """Load the results of an earlier measurement, or begin with an empty profile."""
     software = read_versions()
     fresh = Profile(
         device=_device_name(request, process.device),

@@ -37,7 +37,7 @@ class LayerMix:
         return cls(windowed, find_window_share(measured) if share is None else share)
 
     def average(self, seconds: Sequence[float]) -> float:
-        """Compute the seconds of an average layer. The first layer must be like all others."""
+        """Compute the seconds of an average layer. The first layer must not take extra time."""
         return self._average(seconds, self.windowed)
 
     def typical(self, seconds: Sequence[float]) -> float:

@@ -19,7 +19,8 @@ from realrl.config.files import partial_path
 INTERVAL = 1.0
 """Seconds between heartbeats."""
 RANKS = "ranks"
-"""Directory in a run's directory with a status file per rank, which contains its last heartbeat."""
+"""Name of the subdirectory of a run directory with one status file per rank, which contains the rank's last
+heartbeat."""
 _LONGEST = 1500
 """Maximum characters of an instruction that are kept."""
 

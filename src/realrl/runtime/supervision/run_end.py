@@ -11,7 +11,7 @@ from realrl.config.files import write_whole
 from realrl.config.json_file import parse_rows, read_tail
 
 ENDED = "ended.json"
-"""Name of the file about how the last start of the run ended. A killed command does not write it."""
+"""Name of the file that records how the last start of the run ended. A killed command does not write it."""
 RESTARTING = -1
 """Status of a run that has failed and is being restarted."""
 NOTES = "notes.jsonl"

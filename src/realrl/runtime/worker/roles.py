@@ -48,7 +48,7 @@ A single tensor may have more bytes.
 
 
 class Roles:
-    """Parameters by role and layout, on one rank."""
+    """Holds the models of a rank, by role and layout."""
 
     def __init__(
         self, job: Job, process: Process, groups: Mapping[tuple[int, ...], Group], *, temperature: float

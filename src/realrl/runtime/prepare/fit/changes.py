@@ -37,7 +37,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Change:
-    """A change that a user can make, as a function of drafts.
+    """A change that a user can make. `apply` returns the draft with this change.
 
     `apply` raises UserError if the change is not possible.
     """
@@ -138,7 +138,8 @@ def _quantised(experiment: Experiment) -> Iterator[Change]:
 
 
 def _more_nodes(spec: ClusterSpec) -> Attempts:
-    """Find the smallest number of nodes of the same kind: double it until a plan fits, then bisect."""
+    """Yield changes of the number of nodes: doubled until a plan fits, then bisected to find the smallest
+    number."""
     if len(spec.groups) > 1:
         return
     nodes, most = spec.nodes, _MOST_DEVICES // spec.groups[0].devices_per_node
@@ -208,7 +209,7 @@ def _shorter_prompts(longest: int, *overrides: str) -> Change:
 
 
 def _on(text: str, spec: ClusterSpec) -> Change:
-    """Return a change of the devices."""
+    """Return a change that replaces the devices by those of `spec`."""
     return Change(text, lambda draft: replace(draft, spec=spec), preposition="on")
 
 
@@ -280,7 +281,7 @@ def _file_changes(
 
 
 def _strategy(text: str, calls: Sequence[str], **fields: object) -> Change:
-    """Return a change of the strategies of calls in the plan file."""
+    """Return a change of some fields in the strategies of `calls` in the plan file."""
 
     def apply(draft: Draft) -> Draft:
         assert draft.plan is not None, "only plan files are changed call by call"

@@ -31,7 +31,7 @@ from realrl.runtime.prepare.scenarios import phase_scenarios, read_constraints
 
 @dataclass(frozen=True)
 class PeakDevice:
-    """The device with the least free memory or the largest shortfall."""
+    """The device with the least free memory, and the kind of step in which this occurs."""
 
     phase: str
     """Kind of step, as in `Job.phases`."""

@@ -92,7 +92,7 @@ _HEADER = "# realrl plan: "
 
 
 def _write(file: Path, found: SearchedPlan, scenario: Scenario) -> str:
-    """Write a plan to the cache atomically. Returns a description of where it is."""
+    """Write a plan to the cache atomically. Returns a text that says where the plan is."""
     calls = ", ".join(call.name for call in scenario.graph.calls)
     made = datetime.now(UTC).date().isoformat()
     text = (
@@ -156,7 +156,7 @@ _PACKAGES = {"site-packages", "dist-packages"}
 
 
 def read_sources() -> Iterator[str]:
-    """Read all code and tables on which a plan may depend, in the same order in every process."""
+    """Yield the text of all code and tables on which a plan may depend, in the same order in every process."""
     with as_file(files("realrl")) as package:
         for file in sorted([*package.rglob("*.py"), *package.rglob("*.json")]):
             yield file.read_text(encoding="utf-8")

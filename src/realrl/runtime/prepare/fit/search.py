@@ -207,7 +207,7 @@ def find_remedies(draft: Draft, constraints: UserConstraints, *, seconds: float)
 
 
 def _models(scenario: Scenario) -> str:
-    """Describe the models with their roles, by name if they have one."""
+    """List the models of a step with their roles, such as `llama-2-7b (actor, ref)`."""
     names = {shape: name for name, shape in SHAPES.items()}
     roles: dict[str, list[str]] = {}
     for role, model in scenario.models.items():
