@@ -34,8 +34,8 @@ from realrl.runtime.step import TrainingSteps
 from realrl.runtime.worker.roles import Roles
 
 _LEAST_DISTANCE = 1e-3
-"""Minimum of the median distance from the median, as a share of the median. It avoids spikes of constant
-metrics."""
+"""Minimum of the median distance from the median, as a share of the median. Without it, small changes of a nearly
+constant metric would be spikes."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,8 @@ class SpikeDetector:
     def look(self, step: int, metrics: Mapping[str, float]) -> Spike | None:
         """Return a spike in the metrics of a step, if there is one. Raises UserError if the metric is missing.
 
-        A value that is not finite is a spike. Spikes do not count as usual values.
+        NaN is also a spike. No value is a spike before the detector has seen half a window of values. Spikes do not
+        count as usual values.
         """
         name = self._settings.metric
         if name not in metrics:
@@ -114,7 +115,7 @@ def restore(
 
     Raises UserError on all ranks if none can be read.
     """
-    # The import takes a second, which runs without checkpoints save.
+    # This import takes a second, so runs without checkpoints avoid it.
     from realrl.checkpoint.storage import check_tensors, read_state
 
     problems: list[str] = []
@@ -170,7 +171,7 @@ class StatefulParts:
 
     process: Process
     phase: Phase
-    """Training steps."""
+    """The training step, with its plan and programs."""
     roles: Roles
     training: TrainingSteps
     directory: RunDirectory
@@ -179,12 +180,12 @@ class StatefulParts:
     functions: Mapping[str, FunctionMethod]
     """The functions that this rank calls, by the names of their calls."""
     algorithm: Callable[[], Algorithm]
-    """Returns the current algorithm object."""
+    """Function that returns the current algorithm object."""
 
     def gather_scoring(self) -> dict[str, int]:
         """Gather, from all ranks, the checksums of everything that determines scores.
 
-        A single rank is not enough, because it keeps only the fields that it needs.
+        One rank is not enough, because each rank keeps only the fields that it needs.
         """
         return dict(item for part in self.process.gather(self.training.scoring) for item in part.items())
 
@@ -272,9 +273,10 @@ class Continuation:
         self._started = time.monotonic()
 
     def restore(self, checkpoints: tuple[int, ...], steps: int) -> None:
-        """Resume from the first readable checkpoint. `checkpoints` are the numbers of steps before them.
+        """Resume from the first readable checkpoint.
 
-        Raises UserError if none can be read, or if the first one is after more steps than the run has (`steps`).
+        `checkpoints`: number of training steps before each checkpoint, the latest first. `steps`: number of steps
+        of the run. Raises UserError if no checkpoint can be read, or if the latest one has more steps than the run.
         """
         if checkpoints:
             if checkpoints[0] > steps:
@@ -329,7 +331,7 @@ class Continuation:
         self.notes.append(f"{text}, so the run continues with other {what}")
 
     def start(self, started: float) -> None:
-        """Start the clock. `started`: when this start of the run began, on the monotonic clock."""
+        """Start the clock of `seconds`. `started`: when this start of the run began, on the monotonic clock."""
         before = 0.0 if self.restored is None else self.restored.state.seconds
         self._started = started - before
 

@@ -1,4 +1,4 @@
-"""Functions of a script or notebook as settings of a recipe, here and in the processes that a run starts.
+"""Use functions of a script or notebook in a recipe, here and in the processes that a run starts.
 
 A recipe names a function as `module:NAME`. The module `realrl_objects` exists only in memory, and contains the
 functions that a script has passed to `realrl`. The launcher sends these functions to the ranks with cloudpickle.
@@ -23,11 +23,11 @@ from realrl.runtime.processes.environment import OBJECTS_VARIABLE
 
 MODULE = "realrl_objects"
 CALLBACKS = "callbacks"
-"""Name in the module for the callbacks of a run, on its ranks."""
+"""Name of the variable in `realrl_objects` that holds the callbacks of a run, on its ranks."""
 
 
 def add_function(setting: str, function: Callable[..., Any]) -> str:
-    """Add a function to the module. Returns its reference for a recipe, `realrl_objects:NAME`.
+    """Add a function to the module `realrl_objects`. Returns its reference for a recipe, `realrl_objects:NAME`.
 
     The name depends on the function's own name and source, so that the same script gives the same recipe again.
     """
@@ -39,7 +39,7 @@ def add_function(setting: str, function: Callable[..., Any]) -> str:
 
 
 def find_objects(settings: Any) -> dict[str, Any]:
-    """Find the functions of `realrl_objects` that a recipe's settings name. Keys are their names."""
+    """Find the functions of `realrl_objects` that a recipe's settings name. Returns the functions by name."""
     if isinstance(settings, dict):
         settings = list(settings.values())
     if isinstance(settings, list | tuple):
@@ -75,7 +75,7 @@ def load_objects() -> None:
 
     # Unpickling is safe: the launcher of this rank has just written this file into its own private directory.
     path, objects = pickle.loads(Path(file).read_bytes())
-    # Functions may use modules beside the script.
+    # Functions may import modules from the script's directory.
     sys.path += [entry for entry in path if entry not in sys.path]
     for name, value in objects.items():
         setattr(_module(), name, pickle.loads(value))
@@ -97,8 +97,10 @@ def _module() -> ModuleType:
 
 
 def _read_source(function: Callable[..., Any]) -> str:
-    """Return the source of a function, or its byte code without source, with bound arguments and closed-over
-    values."""
+    """Return the source of a function, with its bound arguments and closed-over values.
+
+    If there is no source, return its byte code instead.
+    """
     bound, target = "", function
     while isinstance(target, partial):
         bound += f"{target.args}{target.keywords}"

@@ -1,6 +1,6 @@
-"""Run training steps on one rank: records, seeds and learning rates go in, metrics come out.
+"""Run the training steps on one rank, including steps that sample in rounds (dynamic sampling).
 
-Also samples in rounds.
+The inputs of a step are records, seeds and learning rates. Its results are metrics.
 """
 
 import math
@@ -73,12 +73,12 @@ class TrainingSteps:
         self.scoring = _identify_code(job.train.graph) | {
             f"field {name!r} of data.train": checksum for name, checksum in records.identify_further().items()
         }
-        """Checksums, by name, of what determines scores on this rank."""
+        """Checksums of everything that determines scores on this rank, by name."""
 
     def run(self, step: int) -> dict[str, float]:
         """Execute a step, which is counted from 0.
 
-        Returns metrics by `call/name`: all of them on the rank that writes.
+        Returns metrics by `call/name`. Only the rank that writes has all of them.
         """
         phase, sampled = self._job.train, self._job.sampled
         if sampled is not None:
@@ -169,7 +169,7 @@ class Sampled:
     rounds: int
     """Number of rounds."""
     taken: int
-    """Number of prompts that were sampled in all rounds."""
+    """Number of prompts that were sampled in all rounds together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,8 +226,8 @@ class SamplingRounds:
         while len(differing) < batch and len(rounds) < self._step.rounds:
             prompts = take(batch - len(differing))
             before = sum(len(earlier.prompts) for earlier in rounds) * self._samples
-            # Samples of these copies are discarded. Without the copies, the prompts of a step would depend on the
-            # plan.
+            # Fill the round with copies of one prompt, whose samples are discarded. With other prompts instead, the
+            # prompts of a step would depend on the plan.
             padding = prompts[:1] * (self._fewest - len(prompts))
             latest, found = self._sample(prompts, make_input(prompts + padding, before), timer)
             for call, more in found.items():

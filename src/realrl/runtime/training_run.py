@@ -80,8 +80,8 @@ class TrainingRun:
     ) -> None:
         """Prepare everything except weights and the run's directory.
 
-        `earlier` is the run in the directory that this one continues. Raises UserError for mistakes that can be
-        found without weights.
+        `earlier`: the run in the same directory, which this run continues. Raises UserError for mistakes that can
+        be found without weights.
         """
         self.job, self.experiment = job, job.experiment
         self.process, self.observer = process, observer
@@ -143,7 +143,10 @@ class TrainingRun:
     def _prepare_checkpoints(
         self, functions: Mapping[str, FunctionMethod], group: ProcessGroup | None
     ) -> None:
-        """`functions`: the functions that this rank calls. `group` has all ranks, for the threads that write."""
+        """Create the parts that save and restore checkpoints.
+
+        `functions`: the functions that this rank calls. `group` has all ranks, for the threads that write.
+        """
         experiment, process = self.experiment, self.process
         parts = StatefulParts(
             process=process,
@@ -181,7 +184,7 @@ class TrainingRun:
         self.roles.offload_homes()
 
     def open(self) -> None:
-        """Start the run's directory, and notify the observer, on the rank that writes.
+        """On the rank that writes, start the run's directory, and notify the observer.
 
         Raises UserError if the directory cannot be used.
         """
@@ -263,9 +266,9 @@ class TrainingRun:
             agreement.say()
 
     def _after_step(self, done: int, *, late: bool = False, resumed: bool = False) -> None:
-        """Save and evaluate after `done` steps, if due. `late`: a checkpoint is overdue.
+        """Save and evaluate after `done` steps, if due. `late`: whether a checkpoint is overdue.
 
-        `resumed`: a checkpoint exists.
+        `resumed`: whether the run has just resumed from the checkpoint after these steps.
         """
         every = self.experiment.evaluation.every
         last = done >= self.steps
@@ -292,7 +295,7 @@ class TrainingRun:
         end_by_signal()
 
     def _train_step(self, step: int) -> dict[str, float]:
-        """Train a step, which is counted from 0. Returns its metrics: all of them on the rank that writes."""
+        """Train a step, which is counted from 0. Returns its metrics. Only the rank that writes has all."""
         start = time.monotonic()
         self.trace.begin_step()
         try:

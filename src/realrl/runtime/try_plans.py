@@ -1,10 +1,10 @@
 """`realrl plan --try`: run the best plans for a few steps on this machine, and keep the fastest.
 
-Successive halving measures all plans for a few steps, then the faster half for twice as many steps, and so on.
+Successive halving measures all plans for a few steps, then the faster half for twice as many steps, and so on. Does
+not import torch.
 
 K. Jamieson and A. Talwalkar, "Non-stochastic best arm identification and hyperparameter optimization", AISTATS
-2016. Does not import torch.
-
+2016.
 """
 
 import json
@@ -40,7 +40,7 @@ class TrialFailed(Exception):
 
 
 class OutOfTime(Exception):
-    """The time for trials ended before the current run."""
+    """The time for trials ended before the current run did."""
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Trial:
 
 @dataclass
 class PlanTrials:
-    """Plans that are tried, by name, and the plans that are still in the contest."""
+    """A contest between plans: all plans that are tried, and the plans that are still in the contest."""
 
     tried: dict[str, Trial]
     standing: list[str]
@@ -97,7 +97,7 @@ class PlanTrials:
     ) -> None:
         """Measure plans for `steps` steps, then for more, until one plan is left or `measure` raises OutOfTime.
 
-        A plan for which it raises TrialFailed is dropped. `say` is called after each run.
+        A plan is dropped if `measure` raises TrialFailed for it. `say` is called after each run.
         """
         try:
             while self.standing:
@@ -125,7 +125,7 @@ class PlanTrials:
 
 
 _END_SECONDS = 5.0
-"""Seconds that an interrupted run gets to end. They must be less than this process itself gets."""
+"""Seconds that an interrupted run gets to end. This process itself must have more time to end."""
 _LAST_LINES = 3
 """Number of lines of output that are quoted if a failed run gives no reason."""
 MEASURE_ONLY = (
@@ -143,7 +143,7 @@ MEASURE_ONLY = (
 
 
 class LocalRuns:
-    """Runs a recipe under plans, which have names. Each run has its own directory below `scratch`."""
+    """Runs a recipe under named plans. Each run has its own directory below `scratch`."""
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ from realrl.planner.cluster.cluster_spec import ClusterSpec
 
 
 def named_cluster(text: str) -> ClusterSpec | None:
-    """Return the devices that `cluster` names by kind or in a file; None if it only counts devices.
+    """Return the devices that `cluster` names by kind or in a file; None if it only gives their number.
 
     Raises UserError for a wrong name or file.
     """

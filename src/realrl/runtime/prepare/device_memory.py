@@ -1,6 +1,7 @@
-"""Use the GPU memory that a plan leaves free: loads begin early, and decode memory is kept.
+"""Use the GPU memory that a plan leaves free to begin loads early and to keep decode memory between steps.
 
-A CPU can do neither: copies and computation share its cores, and it has no CUDA graphs. Does not import torch.
+Neither helps on CPUs, because copies and computation share the cores and there are no CUDA graphs. Does not import
+torch.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,7 +26,7 @@ def list_early_loads(
     gpu: Gpu | None,
     kept: Mapping[str, int] | None = None,
 ) -> list[tuple[Program, EarlyLoads]]:
-    """List the loads that may begin during the call before them, for each program of the rank that has such loads.
+    """List the loads that may begin early, during the preceding call, for each program of the rank that has any.
 
     Early loads never raise the peak of device memory. `kept` is the result of `list_kept_decoding`.
     """
@@ -64,7 +65,7 @@ def list_kept_decoding(job: Job, rank: int, gpu: Gpu | None) -> dict[str, int]:
     bytes.
 
     A call qualifies if its parameters never leave the device, and if everything else still fits, including
-    evaluations. Calls with tensor parallelism do not qualify: their graphs contain collectives, so they must be
+    evaluations. Calls with tensor parallelism do not qualify: their CUDA graphs contain collectives and must be
     freed before the communicators.
     """
     if gpu is None:
@@ -97,7 +98,7 @@ def list_kept_decoding(job: Job, rank: int, gpu: Gpu | None) -> dict[str, int]:
 
 
 def _count_beside(kept: Mapping[str, int], call: str) -> int:
-    """Count the bytes that other calls keep while `call` runs."""
+    """Count the bytes of decode memory that generate calls other than `call` keep while `call` runs."""
     return sum(size for name, size in kept.items() if name != call)
 
 

@@ -14,17 +14,19 @@ from realrl.runtime.prepare.gpu import NO_GPU, Gpu, Here
 from realrl.runtime.prepare.host import count_threads, host_memory
 
 _ANY_GPU = replace(DEVICES["h100"], name="gpu", memory_bytes=1 << 60, host_memory_bytes=1 << 60)
-"""Stand-in for an unknown GPU when only memory matters. Its decode steps are CUDA graphs, which is the worst
-case."""
+"""Stand-in for an unknown GPU when only memory matters. It decodes with CUDA graphs, because these take the most
+memory."""
 
 
 def spec_of(experiment: Experiment, cluster: Cluster, here: Here | None = None) -> ClusterSpec | None:
     """Describe the devices of a recipe; None if their kind is unknown.
 
-    The kind of the devices comes from `cluster`, or else from `here`, the devices of this machine; it is `cpu` if
-    the recipe computes on CPUs. The size of their memory comes from `device_memory`. Without this setting, it is
-    measured on this machine if its devices may be of the kind: the memory of the GPU, or a process's share of the
-    host memory. Otherwise the kind determines it. `with_host_memory` sets the memory of hosts.
+    The setting `cluster` may name the kind of device. If it does not, the kind is that of `here`, the device of
+    this machine, or a CPU if the recipe computes on CPUs.
+
+    The setting `device_memory` gives the memory of each device. Without this setting, the memory is measured if
+    this machine may have devices of the kind: the memory of its GPU, or the share of one process in the host
+    memory. Otherwise each device has the usual memory of its kind. `with_host_memory` sets the memory of hosts.
     """
     spec = named_cluster(experiment.cluster)
     if spec is None:
@@ -52,7 +54,7 @@ def _may_be(here: Here, kind: DeviceKind) -> bool:
 
 
 def memory_spec(experiment: Experiment, cluster: Cluster, here: Here | None = None) -> ClusterSpec:
-    """Describe the devices of a recipe for questions about memory alone.
+    """Describe the devices of a recipe to compute memory, but not time.
 
     A GPU of unknown kind is treated like an H100. If the size of its memory is unknown, the memory is unlimited.
     """
@@ -69,8 +71,8 @@ def memory_spec(experiment: Experiment, cluster: Cluster, here: Here | None = No
 def check_kind(experiment: Experiment, cluster: Cluster, here: Here) -> None:
     """Check that this machine has the kind of devices that a recipe names. Raises UserError if not.
 
-    Missing GPUs are refused. CPUs instead of GPUs, or GPUs instead of CPUs, are refused too, because prediction and
-    calibration would be for other devices.
+    The check fails if the recipe sets `device=cuda` and this machine has no GPU. It also fails if `cluster` names
+    CPUs but the run computes on GPUs, or the reverse, because predictions would be for other devices.
     """
     if experiment.device == "cuda" and here == "cpu":
         raise UserError(NO_GPU)
@@ -102,7 +104,7 @@ def search_spec(experiment: Experiment, cluster: Cluster, here: Here) -> Cluster
 
 
 def _with_threads(spec: ClusterSpec) -> ClusterSpec:
-    """Set the number of threads of the built-in CPU kind to that of processes on this machine."""
+    """Set the threads of the built-in CPU kind to the number that each process on this machine gets."""
     plain = DEVICES["cpu"]
     threads = count_threads(spec.cluster.largest_node)
     groups = (
@@ -113,7 +115,7 @@ def _with_threads(spec: ClusterSpec) -> ClusterSpec:
 
 
 def _cpu(experiment: Experiment, cluster: Cluster, here: Here | None) -> DeviceKind | None:
-    """Describe a process as a device; None unless the recipe computes on CPUs."""
+    """Describe one process of this machine as a device. Returns None unless the recipe computes on CPUs."""
     if here is None and experiment.device != "cpu":
         return None
     each = cluster.largest_node  # if nodes differ, all are treated like the slowest one
@@ -135,7 +137,10 @@ def _spec(cluster: Cluster, kind: DeviceKind) -> ClusterSpec:
 
 
 def with_host_memory(spec: ClusterSpec, experiment: Experiment, here: Here | None = None) -> ClusterSpec:
-    """Set the memory of hosts to the recipe's value, or to this machine's if its devices may be of the kind."""
+    """Set the memory of hosts to the recipe's `host_memory`.
+
+    Without this setting, the hosts get the memory of this machine if its GPU may be of their kind.
+    """
     if experiment.host_memory is not None:
         size = parse_bytes(experiment.host_memory)
     elif isinstance(here, Gpu) and len(spec.uniform_parts) == 1 and _may_be(here, spec.groups[0].device):
@@ -146,7 +151,7 @@ def with_host_memory(spec: ClusterSpec, experiment: Experiment, here: Here | Non
 
 
 def with_memory(spec: ClusterSpec, size: int) -> ClusterSpec:
-    """Set the memory of devices. Raises UserError if this is less than drivers need."""
+    """Set the bytes of memory of each device. Raises UserError if `size` is less than drivers need."""
     groups = (replace(group, device=replace(group.device, memory_bytes=size)) for group in spec.groups)
     spec = replace(spec, groups=tuple(groups))
     try:

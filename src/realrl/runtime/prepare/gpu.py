@@ -1,4 +1,4 @@
-"""Find the devices of this machine, in a process that must not use its GPUs itself. Does not import torch."""
+"""Find the devices of this machine without using GPUs in this process. Does not import torch."""
 
 import json
 import subprocess
@@ -32,7 +32,7 @@ class Gpu:
 _COUNT = "import torch; print('GPUs', torch.cuda.device_count())"
 
 Here = Gpu | Literal["cpu"]
-"""The kind of device on which ranks compute."""
+"""The device on which the ranks of this machine compute: a GPU or the CPU."""
 
 
 def ask_machine(device: Literal["auto", "cpu", "cuda"]) -> Here:
@@ -71,7 +71,7 @@ except UserError as error:
 def try_kernels(names: Sequence[str]) -> None:
     """Try kernels of other packages in a child process. Raises UserError if this machine cannot use them.
 
-    This also compiles the kernels, before ranks wait for each other.
+    The trial also compiles the kernels, so that ranks do not wait for each other to compile them.
     """
     if not names:
         return

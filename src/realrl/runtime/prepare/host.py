@@ -21,7 +21,7 @@ def host_memory(groups: Path = _CONTROL_GROUPS, own: Path = _OWN_GROUPS) -> int:
 
 
 def free_group_memory(groups: Path = _CONTROL_GROUPS, own: Path = _OWN_GROUPS) -> int | None:
-    """Return the bytes of memory that control groups still allow, see `host_memory`; None without a limit."""
+    """Return the bytes of memory that control groups (see `host_memory`) still allow; None without a limit."""
     return min((max(0, limit - used) for limit, used in _limits(groups, own)), default=None)
 
 
@@ -59,9 +59,9 @@ def count_cores() -> int:
 
 
 def count_threads(processes: int) -> int:
-    """Count the threads of each of `processes` processes on this machine.
+    """Return the number of threads for each of `processes` processes on this machine.
 
-    They share the cores evenly, unless OMP_NUM_THREADS, which torch reads, sets the number.
+    The processes share the cores evenly, unless OMP_NUM_THREADS, which torch reads, sets the number.
     """
     given = os.environ.get("OMP_NUM_THREADS", "")
     return int(given) if given.isdecimal() and int(given) > 0 else max(1, count_cores() // processes)

@@ -63,7 +63,7 @@ def load_shared_tokenizer(experiment: Experiment) -> Any:
 
 
 def list_tokenizer_notes(experiment: Experiment, tokenizer: Any) -> Iterator[str]:
-    """Yield a note for each model whose own tokenizer has other ids than the tokenizer of the run."""
+    """Yield a note for each model whose own tokenizer assigns other ids than the tokenizer of the run."""
     told: set[str] = set()
     for role, config in experiment.model_configs.items():
         if config.path is None or config.tokenizer in (None, config.path) or config.path in told:
@@ -96,8 +96,8 @@ def _advise_growth(role: str, config: ModelConfig, tokens: int) -> str:
 def load_stop_token_ids(experiment: Experiment, tokenizer: Any) -> tuple[int, ...]:
     """Return the tokens that end generation, from the recipe or from the files of the generating role's model.
 
-    If no role generates, the first language model decides, or else the first model. Raises UserError if there is no
-    such token, or if one is outside the model's vocabulary.
+    If no role generates, the tokens are those of the first language model, or else of the first model. Raises
+    UserError if there is no such token, or if one is outside the model's vocabulary.
     """
     configs, heads = experiment.model_configs, experiment.spec.heads
     generating = [call.model_role for call in experiment.graph.calls if call.kind is Kind.GENERATE]
@@ -176,7 +176,7 @@ class RecordLoader:
         return self._load(self._experiment.data.train, phase)
 
     def load_eval(self, phase: Phase, judge: Judge | None) -> Dataset:
-        """Load evaluation records like `load_train`. `judge` is set only on the rank that calls it."""
+        """Load evaluation records like `load_train`. `judge` is set only on the rank that calls the judge."""
         return self._load(self._experiment.data.eval, phase, judge)
 
     def _load(self, source: Any, phase: Phase, judge: Judge | None = None) -> Dataset:
@@ -236,7 +236,7 @@ def _check_positions(experiment: Experiment) -> None:
 
 
 def check_length(what: str, tokens: int, shape: ModelShape, model: str) -> None:
-    """Check that a model supports `tokens` positions. If not, raises UserError that names `what`."""
+    """Check that a model supports `tokens` positions. If not, raises a UserError that begins with `what`."""
     if tokens > shape.max_positions:
         bounds = find_family(shape.family).position_bounds
         raise UserError(

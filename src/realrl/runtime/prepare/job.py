@@ -35,8 +35,8 @@ from realrl.recipe.model import ModelConfig, freeze, trained_models
 class Phase:
     """One kind of step: its graph, its plan, and the program of every rank.
 
-    `programs` update all moving averages of the graph. `partial` has programs for steps in which only some averages
-    are due, by the periods of these averages.
+    `programs` update all moving averages of the graph. `partial` has the programs of steps in which only some
+    averages are due. Its keys are the periods of the due averages, in steps.
     """
 
     graph: DataflowGraph
@@ -58,7 +58,7 @@ class SampledStep:
     sampling: Phase
     """The calls on which `score` depends. They run in every round."""
     learning: Phase
-    """The whole graph, with programs of all other calls. They start from the outputs of the rounds."""
+    """The whole graph, with programs that run only the other calls, on the outputs of the rounds."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class RoleModels:
     parts: Mapping[str, TrainablePart]
     """The part of each role's model that training updates."""
     stored: dict[str, StoredModel]
-    """How each role is stored, for roles whose size is known."""
+    """The model of each role, with its shape, head and data type, for roles whose size is known."""
 
     @property
     def shapes(self) -> dict[str, ModelShape]:
@@ -91,9 +91,9 @@ class Job:
     plan: Plan
     """Plan of the training step."""
     homes: Mapping[str, Placement]
-    """Placements of parameters between steps."""
+    """Placement of each role's parameters between steps."""
     kept: Mapping[str, tuple[Placement, ...]]
-    """Placements of copies that stay between steps."""
+    """Placements of each role's additional parameter copies that stay in memory between steps."""
     start: list[Program]
     """Programs that create the kept copies before the first step."""
     phases: Mapping[str, Phase]
@@ -118,7 +118,7 @@ class Job:
 
     @property
     def trained(self) -> list[str]:
-        """Roles that the training step trains, with the first one in the graph first."""
+        """Roles that the training step trains, in the order of the graph."""
         graph = self.models.graph
         return [role for role in graph.roles if graph.trained(role)]
 
@@ -156,8 +156,8 @@ def make_job(
     """Create the job that trains a recipe on a cluster. Raises UserError for an invalid plan.
 
     `plan` replaces the recipe's plan. It is required if the recipe has `plan: search`. `download` fetches the
-    `config.json` of models on the hub. Without it, checks that depend on sizes cover only the models that this
-    machine knows. Memory is not checked.
+    `config.json` of models on the hub. Without it, checks that depend on sizes cover only the models whose sizes
+    are known on this machine. Memory is not checked.
     """
     models = open_models(experiment, download=download)
     graph = models.graph
@@ -266,8 +266,8 @@ def _find_trainable_parts(
 ) -> dict[str, TrainablePart]:
     """Find the part of each role's model that training updates.
 
-    A role that follows another role is divided like the other role. A frozen role whose adapters stay separate is
-    also divided.
+    A role that is the moving average of another role has the same part as its source. The part of a frozen role
+    whose adapters stay separate is its adapters.
     """
     parts = {
         role: TrainablePart(adapters=role in adapters, quantised=config.quantised is not None)
@@ -363,7 +363,7 @@ def _compile_phase(
 ) -> Phase:
     """Compile a kind of step, and validate its programs.
 
-    `done`: calls that have run before, whose outputs it uses.
+    `done`: placements of the calls that have already run and whose outputs the programs use.
     """
     homes = {role: homes[role] for role in graph.roles}
     kept = {role: kept[role] for role in graph.roles if role in kept}
@@ -396,9 +396,9 @@ def _find_adapters(
 ) -> dict[str, LowRank]:
     """Find the adapter settings of each role whose adapters stay separate from its model.
 
-    Such a role trains adapters, or follows a role that does. The adapters in a frozen role's own directory also
-    stay separate if another role trains adapters for the same model. Both roles then share the memory of the model.
-    In all other cases, and for quantised models, adapters are merged into the model.
+    Such a role trains adapters, or is the moving average of a role that does. The adapters in a frozen role's own
+    directory also stay separate if another role trains adapters for the same model. Both roles then share the
+    memory of the model. In all other cases, and for quantised models, adapters are merged into the model.
     """
     found = {role: of.lora for role, of in trained_models(configs).items() if of.lora is not None}
     trained_for = {_name_base(configs[role]) for role in found}
@@ -423,8 +423,8 @@ def _name_shared_weights(
 ) -> dict[str, str]:
     """Give names to the frozen weights of roles with adapters, and of frozen language models.
 
-    Roles with the same name have the same base weights in the same dtype, or a part of them. Quantised roles get no
-    name.
+    Roles whose weights have the same name share these weights, or a part of them, in the same dtype. Quantised
+    roles get no name.
     """
     changing = {average.role for average in averages if not average.same_start}
     found = {}

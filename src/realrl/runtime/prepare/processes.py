@@ -52,23 +52,23 @@ class Split:
 
 @dataclass(frozen=True)
 class ProcessChoice:
-    """The chosen division of the cores, and all compared divisions by number of processes."""
+    """The chosen division of the cores, and all compared divisions in order of their processes."""
 
     chosen: Split
     compared: Sequence[Split]
     reason: str
-    """The reason for the choice, as text that follows it."""
+    """The reason for the choice, as text to append to the choice."""
 
     def __str__(self) -> str:
         return f"{self.chosen}{self.reason}"
 
 
 def choose_processes(experiment: Experiment, measured: Measured | None = None) -> ProcessChoice:
-    """Choose the number of processes on this machine, and their threads, for a recipe that does not set it.
+    """Choose how many processes run on this machine, with how many threads, for a recipe that sets neither.
 
-    A plan file determines the number. Otherwise, it is the smallest number whose predicted step is as fast as the
-    fastest one, or hardly slower. Without a prediction, for example for models of unknown size, it is 1. `measured`
-    replaces the recipe's profile.
+    A plan file determines the number of processes. Without a plan file, the smallest number is chosen whose
+    predicted step time exceeds the shortest one only slightly (see `WORTH_IT`). If no step can be predicted, for
+    example because the size of a model is unknown, there is one process. `measured` replaces the recipe's profile.
     """
     if experiment.plan not in (*PRESETS, SEARCH):
         return _take_from_file(experiment)
@@ -88,16 +88,16 @@ def choose_processes(experiment: Experiment, measured: Measured | None = None) -
 
 
 def list_splits() -> list[Split]:
-    """List the divisions of this machine's cores into equal parts, by number of processes."""
+    """List the divisions of this machine's cores into equal parts, in order of the number of processes."""
     cores = count_cores()
     counts = [n for n in range(1, cores + 1) if cores % n == 0]
     splits = [Split(processes=n, threads=count_threads(n)) for n in counts]
-    # OMP_NUM_THREADS sets the number of threads for any number of processes.
+    # OMP_NUM_THREADS may fix the threads of each process, so some splits would have more threads than cores.
     return [split for split in splits if split.processes == 1 or split.processes * split.threads <= cores]
 
 
 def _take_from_file(experiment: Experiment) -> ProcessChoice:
-    """Return the number of processes in the recipe's plan file, which must be for one machine."""
+    """Return the number of processes in the recipe's plan file, or one if the plan is for several machines."""
     plan = load_plan(experiment.plan, experiment.graph, experiment.micro_batch_tokens)
     processes = plan.cluster.size if plan.cluster.nodes == 1 else 1
     split = Split(processes=processes, threads=count_threads(processes))
@@ -105,7 +105,7 @@ def _take_from_file(experiment: Experiment) -> ProcessChoice:
 
 
 def _predict(split: Split, experiment: Experiment, measured: Measured) -> Split:
-    """Add the predicted seconds of a step, unless a step cannot run this way."""
+    """Return the division with the predicted seconds of a step, or unchanged if a step cannot run this way."""
     try:
         estimate = _estimate(experiment, split.cluster, measured)
     except (UserError, DoesNotFit):
@@ -114,7 +114,7 @@ def _predict(split: Split, experiment: Experiment, measured: Measured) -> Split:
 
 
 def _estimate(experiment: Experiment, cluster: Cluster, measured: Measured) -> Estimate:
-    """Estimate a step under the recipe's plan. Raises UserError or DoesNotFit without a plan."""
+    """Estimate a step under the recipe's plan. Raises UserError or DoesNotFit if no plan can run."""
     spec = spec_of(experiment, cluster, "cpu")
     assert spec is not None, "a CPU is known"
     scenario = make_scenario(experiment, spec, measured)

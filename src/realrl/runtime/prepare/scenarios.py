@@ -27,7 +27,7 @@ class Measured:
     """Measurements on which a prediction is based."""
 
     profile: Profile | None = None
-    """Profile that applies to devices of its kind."""
+    """Measured speeds, used for devices of the kind on which they were measured."""
     prompts: tuple[int, ...] | None = None
     """Lengths of prompts in tokens; None if each prompt has the maximum length."""
     answers: tuple[int, ...] | None = None
@@ -52,7 +52,7 @@ def make_scenario(experiment: Experiment, spec: ClusterSpec, measured: Measured 
 def phase_scenarios(job: Job, spec: ClusterSpec) -> dict[str, Scenario]:
     """Describe training and evaluation steps to compute their memory. Keys are the names in `Job.phases`.
 
-    Roles of unknown size are described without a model.
+    The scenarios leave out the models of roles whose size is unknown.
     """
     experiment = job.experiment
     cost, memory, found = CostModel(spec), MemoryModel(spec), {}
@@ -76,7 +76,7 @@ def phase_scenarios(job: Job, spec: ClusterSpec) -> dict[str, Scenario]:
 
 
 def _open_all(experiment: Experiment) -> RoleModels:
-    """Open all models. Raises UserError with a remedy if the size of one cannot be found."""
+    """Open all models. Raises UserError with a remedy if the size of a model cannot be found."""
     for role in experiment.spec.list_sources_first(experiment):
         config = experiment.model_configs[role]
         try:

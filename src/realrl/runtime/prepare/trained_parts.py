@@ -19,8 +19,7 @@ _FACTORS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 
 
 def list_trained_parts(models: Mapping[str, StoredModel]) -> Iterator[str]:
-    """Yield a line for each role that is trained in part: how many parameters, which layers, and which other
-    tensors.
+    """Yield one line for each role that is trained in part, with the number of trained parameters and their names.
 
     Layers are counted from 0.
     """

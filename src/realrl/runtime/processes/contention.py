@@ -26,15 +26,15 @@ class BarrierWatch:
     """A thread that chooses how the OpenMP threads of this process wait for each other at barriers.
 
     By default they spin for some milliseconds before they sleep. On a quiet machine this is fastest, because a
-    training step has thousands of short parallel regions. If another process is busy, it is a disaster: a thread
-    spins through its whole time slice while the thread for which it waits has no core. `relax` lets threads sleep
-    at once. The number of threads does not change, so results stay the same bit for bit.
+    training step has thousands of short parallel regions. If another process is busy, spinning is very slow: a
+    thread spins through its whole time slice while the thread for which it waits has no core. `relax` lets threads
+    sleep at once. The number of threads does not change, so results stay the same bit for bit.
     """
 
     def __init__(
         self, read_waits: Callable[[], Mapping[int, int]], relax: Callable[[], "Relaxed | None"]
     ) -> None:
-        """`read_waits` works like `read_thread_waits`. `relax` returns None if barriers must stay as they are."""
+        """`read_waits` works like `read_thread_waits`. `relax` returns None if threads must spin as before."""
         self._read_waits = read_waits
         self._relax = relax
         self._relaxed: Relaxed | None = None
@@ -50,7 +50,10 @@ class BarrierWatch:
         return self._relaxed is not None
 
     def look(self, now: float) -> None:
-        """Choose again by the time that threads have waited since the last call. `now`: time in seconds."""
+        """Let threads sleep or spin, depending on how long they have waited for cores since the last call.
+
+        `now`: time in seconds.
+        """
         waits = self._read_waits()
         # Threads that have ended are left out. A new thread counts from its start.
         waited = sum(wait - self._waits.get(thread, 0) for thread, wait in waits.items())
@@ -88,8 +91,8 @@ class Relaxed:
     """Lets threads sleep at barriers after they have spun for about a microsecond, until `end` is called.
 
     GNU's OpenMP library shortens the spinning of all threads while it manages more threads than there are cores.
-    This object therefore keeps a team of more threads than cores, which only sleep. No function changes the limit
-    directly, because the library reads GOMP_SPINCOUNT and OMP_WAIT_POLICY only once, when torch loads it.
+    This object therefore keeps a team of more threads than cores, which only sleep. No function changes the time of
+    spinning directly, because the library reads GOMP_SPINCOUNT and OMP_WAIT_POLICY only once, when torch loads it.
     """
 
     def __init__(self, openmp: ctypes.CDLL) -> None:
@@ -143,7 +146,7 @@ def watch_barriers(threads: int) -> BarrierWatch | None:
 def read_thread_waits(tasks: Path = Path("/proc/self/task")) -> dict[int, int]:
     """Read how many nanoseconds each thread of this process has waited for a core. Keys are thread ids.
 
-    Empty if the kernel does not count this time (CONFIG_SCHED_INFO).
+    The result is empty if the kernel does not count this time (CONFIG_SCHED_INFO).
     """
     waits: dict[int, int] = {}
     try:

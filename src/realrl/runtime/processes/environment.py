@@ -14,9 +14,9 @@ PLAN_VARIABLE = "REALRL_PLAN"
 SLOT_VARIABLE = "REALRL_SLOT"
 """Number of a rank's device on this machine. It stays the same if the run continues without other devices."""
 OBJECTS_VARIABLE = "REALRL_OBJECTS"
-"""Path of the functions that a script has handed to its run."""
+"""Path of the file with the functions that a script has passed to its run."""
 RESTART_VARIABLE = "REALRL_RESTART"
-"""How often realrl's launcher has restarted the run. torchrun and Slurm have their own variables."""
+"""Number of times that realrl's launcher has restarted the run. torchrun and Slurm have their own variables."""
 
 _RESTARTS = (RESTART_VARIABLE, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 _JOBS = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", LAUNCHER_VARIABLE)
@@ -38,7 +38,7 @@ ABANDONED = "realrl-background"
 
 
 def has_abandoned_threads() -> bool:
-    """Return whether such a thread is still running."""
+    """Return whether a thread whose name begins with ABANDONED is still running."""
     return any(thread.name.startswith(ABANDONED) for thread in threading.enumerate())
 
 
@@ -88,8 +88,8 @@ def is_writer() -> bool:
 def leave(status: int) -> NoReturn:
     """End the process of a rank without shutting the interpreter down.
 
-    Threads of gloo may still release tensors. If the interpreter is already shutting down, this would abort a
-    process that has finished its work.
+    Threads of gloo may still release tensors. If the interpreter is already shutting down, such a release would
+    abort a process that has finished its work.
     """
     sys.stdout.flush()
     sys.stderr.flush()

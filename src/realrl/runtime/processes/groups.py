@@ -60,8 +60,8 @@ def make_nccl_groups(
 ) -> dict[RankSet, Group]:
     """Create the groups that contain this rank. Groups with the same ranks share one communicator.
 
-    Communicators are split from the communicator of all ranks; disjoint ones are split together. Everything that a
-    run uses is connected now, in a fixed order. A collective connects each communicator. Messages connect stages of
+    Communicators are split from the communicator of all ranks; disjoint ones are split together. All connections of
+    a run are made now, in a fixed order. A collective connects each communicator. Messages connect stages of
     pipelines and, with `with_node_pairs`, all pairs of ranks on a node. A later connection would take memory that
     is planned for other uses, and the host would wait while operations of other communicators run.
     """

@@ -14,13 +14,13 @@ from pathlib import Path
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENAS = -1, -3, -8
 """Numbers of options in glibc's malloc.h."""
 _LARGEST_HEAP_BLOCK = 32 << 20
-"""glibc maps blocks of at least this many bytes separately, and unmaps them when they are freed. This is its
-maximum."""
+"""glibc maps blocks of at least this many bytes separately, and unmaps them when they are freed. It accepts no
+higher threshold."""
 _KEPT_BYTES = 2**31 - 1
 """Maximum bytes that glibc keeps at the end of the heap, here the highest possible value."""
 _PRIMITIVES = "24"
-"""Number of compiled products in each cache of oneDNN. It is enough for a micro-batch, because all layers repeat
-them."""
+"""Number of compiled products in each cache of oneDNN. It is enough for a micro-batch, because all layers compute
+the same products."""
 _PRIMITIVE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """Environment variables for the size of oneDNN's own cache and of torch's cache, which have 1024 entries by
 default."""

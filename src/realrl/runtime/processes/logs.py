@@ -15,7 +15,7 @@ from realrl.runtime.processes.environment import restart_count
 from realrl.runtime.supervision.orphans import SCRATCH_VARIABLE
 
 LOGS = "logs"
-"""Directory in a run's directory with the log of each rank."""
+"""Name of the subdirectory of a run directory with the log of each rank."""
 
 
 class _Screen(io.FileIO):
@@ -46,8 +46,8 @@ def name_log_file(scratch: str | Path, rank: int) -> Path:
 def divert_errors() -> None:
     """Redirect the output of native libraries in the first rank to its log.
 
-    Native libraries write to the file descriptor. Messages from Python still reach the screen. All output of other
-    ranks goes to their logs anyway.
+    Native libraries write to the file descriptor 2. Messages from Python still reach the screen. All output of
+    other ranks goes to their logs anyway.
     """
     scratch = os.environ.get(SCRATCH_VARIABLE)
     if scratch is None or int(os.environ["RANK"]) != 0:
@@ -90,8 +90,8 @@ def move_log(rank: int, directory: Path) -> None:
 def keep_logs(scratch: Path, directory: Path | None) -> Path | None:
     """Append the logs in `scratch` to those in `directory`. Returns the directory with the run's logs, or None.
 
-    Secrets in all logs of the run are replaced, because no process writes there any more. Without a directory, or
-    on a full disk, the logs go to a new temporary directory.
+    Also replaces secrets in all logs of the run, to which no process writes any more. Without a directory, or on a
+    full disk, the logs go to a new temporary directory.
     """
     files = [file for file in sorted(scratch.glob("rank-*.log")) if file.stat().st_size]
     if directory is not None and (_appended(files, directory) or not files):

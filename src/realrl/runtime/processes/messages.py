@@ -28,7 +28,7 @@ _PLAIN = {
     ("collections", "defaultdict"),
     ("collections", "OrderedDict"),
 }
-"""Types that a message may contain, in addition to the types for which pickle has codes."""
+"""Types that a message may contain, in addition to the types that pickle encodes without naming a class."""
 
 
 class _PlainUnpickler(pickle.Unpickler):

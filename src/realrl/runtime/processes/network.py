@@ -14,10 +14,11 @@ from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
 
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
-"""Variable with the network interface that gloo uses. By default, it is the interface of the host's name."""
+"""Variable with the network interface that gloo uses. By default, gloo uses the interface with the address of the
+host's name."""
 
 INTERFACE_VARIABLES = (INTERFACE_VARIABLE, "NCCL_SOCKET_IFNAME")
-"""The variables for gloo and NCCL. NCCL's ranks on one machine only meet there; data goes through the devices."""
+"""The variables for gloo and NCCL. On one machine, NCCL uses its interface only for the rendezvous of ranks."""
 
 SILENCE = 20
 """Seconds without any answer after which a host counts as lost.
@@ -97,12 +98,12 @@ def find_interface(address: str) -> str:
 
 @contextmanager
 def limited_silence() -> Iterator[None]:
-    """Make the system close connections to other hosts that fall silent, if they are made in the block.
+    """Make the system close connections that are opened in the block if the other host falls silent.
 
-    A connection is closed after SILENCE seconds without an answer, and waiting threads get an error. For a process
-    that computes or is stopped, its operating system still answers. Use this only for gloo and stores, because time
-    in which a receiver has no room for data also counts as silence. Gloo sends nothing before the receiver waits
-    for it, but NCCL sends to ranks that compute for minutes before they receive.
+    A connection is closed after SILENCE seconds without an answer, and waiting threads get an error. If a process
+    computes or is stopped, its operating system still answers. Use this only for gloo and stores, because time in
+    which a receiver has no room for data also counts as silence. Gloo sends nothing before the receiver waits for
+    it, but NCCL sends to ranks that compute for minutes before they receive.
     """
     before = _find_sockets()
     yield
@@ -153,7 +154,7 @@ def _with_version_4(address: str) -> str | None:
 
 
 def _on_route(address: str) -> str | None:
-    """Find the interface whose network contains an address. It may not be the interface's main address."""
+    """Find the interface whose network contains an address, which may not be the interface's main address."""
     number = struct.unpack("=I", socket.inet_aton(address))[0]
     found: tuple[int, str] | None = None
     for name, target, mask in _list_routes():
@@ -204,7 +205,8 @@ class NodePlace:
         return self.nodes * here == self.world and self.ranks.start == self.node * here
 
     def match(self, cluster: Cluster | None) -> Cluster:
-        """Return the cluster that was started. Raises UserError if the user has named another one (`cluster`)."""
+        """Return the cluster that the launcher has started. Raises UserError if the user has named another
+        `cluster`."""
         started = Cluster(self.nodes, len(self.ranks)) if self.even else None
         if cluster is None and started is not None:
             return started
@@ -226,7 +228,7 @@ class NodePlace:
 def find_node_place(environment: Mapping[str, str] = os.environ) -> NodePlace:
     """Find the node of this process. Without a launcher, it is a single node with all ranks.
 
-    torchrun sets all variables. If another launcher does not, all nodes are assumed to have the same number of
+    torchrun sets all variables. If another launcher omits some, all nodes are assumed to have the same number of
     ranks.
     """
     world = int(environment.get("WORLD_SIZE", 1))

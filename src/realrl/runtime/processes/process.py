@@ -58,7 +58,7 @@ class Process:
     supervision: Supervision | None = None
     """Threads that publish this activity; None in tests."""
     barriers: BarrierWatch | None = None
-    """Chooses how OpenMP threads wait for each other; None if there is only one thread, or no choice."""
+    """Chooses how OpenMP threads wait for each other; None if `watch_barriers` returns None."""
 
     def publish(self, run_dir: Path) -> None:
         """From now on, keep this rank's log and status in the run's directory."""
@@ -75,7 +75,7 @@ class Process:
         return Gpu(properties.name, properties.total_memory)
 
     def groups(self, rank_sets: RankSets, *, moves: bool = False) -> dict[RankSet, Group]:
-        """Create those of these groups that contain this rank.
+        """Create the groups in `rank_sets` that contain this rank.
 
         `moves`: whether parameters are reallocated between ranks.
 
@@ -167,7 +167,7 @@ def use_cuda(device: Device) -> bool:
 
 
 def resolve_cluster(text: str, device: Device) -> Cluster:
-    """Return the cluster that a recipe means by `text`. Raises UserError if it contradicts the launcher."""
+    """Return the cluster for `text`, the setting `cluster`. Raises UserError if it contradicts the launcher."""
     cluster = written_cluster(text)
     if not under_launcher():
         return cluster or Cluster(1, torch.cuda.device_count() if use_cuda(device) else 1)
@@ -191,7 +191,8 @@ def connect(device: Device, launch: LaunchConfig | None = None) -> Process:
     place = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(place)
-        # cuDNN builds a plan for every shape, and is wrong on some devices for few key heads (pytorch#193893).
+        # cuDNN builds a plan for every shape, and computes wrong results on some devices for few key heads
+        # (pytorch#193893).
         torch.backends.cuda.enable_cudnn_sdp(False)
     world = int(os.environ.get("WORLD_SIZE", 1)) if under_launcher() else 1
     rank = int(os.environ.get("RANK", 0)) if world > 1 else 0
@@ -244,9 +245,9 @@ def wait_to_be_scheduled() -> None:
     later.
 
     An answer of a peer wakes gloo's receiving thread while another thread still holds the lock of the connection on
-    which it sends. If the receiving thread takes the core of the other thread, it tries the lock again and again
-    until its time slice is over. This costs some milliseconds for every few messages. Tensor-parallel decoding on
-    as many cores as ranks took twice as long.
+    which it sends. If the receiving thread takes the core of the other thread, the receiving thread tries the lock
+    again and again until its time slice is over. This costs some milliseconds for every few messages.
+    Tensor-parallel decoding on as many cores as ranks took twice as long.
     """
     if sys.platform == "linux":
         # Sandboxes may forbid this; the run is then slower.

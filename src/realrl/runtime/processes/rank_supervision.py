@@ -32,14 +32,17 @@ from realrl.runtime.supervision.watchdog import PeerWatch
 STATUS_EVERY = 2.0
 """Seconds between writes of the status file."""
 PATIENCE = 3.0
-"""Seconds that a rank which has lost a peer gives other ranks to report the cause."""
+"""Seconds that a rank waits after it has lost a peer, so that other ranks can report the cause."""
 
 
 class Supervision:
     """Threads that supervise one rank while it computes or waits."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
-        """If realrl's launcher has started this process, send it heartbeats from now on, and end when it ends."""
+        """If realrl's launcher has started this process, begin to send heartbeats to the launcher.
+
+        This process then also ends when the launcher ends.
+        """
         self.activity = Activity(rank, restart_count())
         self._device = device
         self._board: FileBoard | StoreBoard | None = None

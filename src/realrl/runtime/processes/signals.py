@@ -41,7 +41,7 @@ class _Deferral:
     grace: float | None = None
     """Seconds that the process may take to end; None if signals interrupt it at once."""
     requested: int = 0
-    """Number of the first signal that has arrived; 0 before."""
+    """Number of the first signal that has arrived; 0 if none has."""
     handled: bool = False
     """Whether `raise_signals` was called."""
 
@@ -50,10 +50,10 @@ _deferral = _Deferral()
 
 
 class Interrupted(BaseException):
-    """A signal requests that the process ends.
+    """Raised when a signal requests that the process ends.
 
-    This is not a KeyboardInterrupt, because the command line's library handles that itself. `saved` describes the
-    saved files.
+    This is not a KeyboardInterrupt, because the command line's library handles KeyboardInterrupt itself. `saved`
+    describes the saved files.
     """
 
     def __init__(self, number: int, saved: str = "") -> None:
@@ -81,7 +81,7 @@ def handles_signals() -> bool:
 def find_interruption() -> Interrupted | None:
     """Return the exception that a signal has raised in this process, if any.
 
-    A library may have replaced it by another.
+    The caller may see another exception, because libraries may replace this one.
     """
     return _interruption
 
@@ -96,8 +96,9 @@ def forget_interruption() -> None:
 def deferred_termination(grace: float, note: str = "") -> Iterator[None]:
     """Within the block, SIGTERM and Ctrl-C only set a flag, which `stop_requested` returns.
 
-    If `raise_signals` was called, the next signal ends the process at once. So does a timeout after `grace` and
-    PATIENCE seconds together. With a grace of 0, nothing is deferred. `note` is printed after the first Ctrl-C.
+    If `raise_signals` was called, the next signal ends the process at once. Without another signal, the process has
+    `grace` + PATIENCE seconds to end. With a grace of 0, nothing is deferred. `note` is printed after the first
+    Ctrl-C.
     """
     before = {number: signal.getsignal(number) for number in SIGNALS}
     heeded = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
@@ -130,7 +131,7 @@ def stop_requested() -> bool:
 def end_by_signal() -> NoReturn:
     """Raise Interrupted for the signal that this process has received.
 
-    If another rank received it, it counts as SIGTERM.
+    If only another rank has received a signal, the exception is that of SIGTERM.
     """
     global _interruption
     if _interruption is None:

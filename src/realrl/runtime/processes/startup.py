@@ -16,7 +16,7 @@ from realrl.runtime.processes.process import Process
 
 
 def find_least_device(process: Process) -> Here:
-    """Return the GPU with the least memory among all ranks, or that they compute on CPUs."""
+    """Return the GPU with the least memory among all ranks, or `cpu` if ranks compute on CPUs."""
     gpus: list[Gpu] = [gpu for gpu in process.gather(process.gpu) if gpu is not None]
     if not gpus:
         return "cpu"
@@ -24,7 +24,7 @@ def find_least_device(process: Process) -> Here:
 
 
 def is_for_others(experiment: Experiment, cluster: Cluster) -> bool:
-    """Return whether the recipe's plan is a file for other devices than those that torchrun has found now.
+    """Return whether the recipe's plan is a plan file for other devices than `cluster`, which torchrun has started.
 
     Raises UserError if the file is not a plan file.
     """
@@ -36,9 +36,10 @@ def is_for_others(experiment: Experiment, cluster: Cluster) -> bool:
 
 
 def replace_plan(experiment: Experiment, cluster: Cluster, *, goes_on: bool) -> tuple[Experiment, str]:
-    """Replace a plan for other devices by a search if a run continues (`goes_on`). Also returns a note about it.
+    """Replace a plan that is for other devices by a search. Returns the recipe and a note about the change.
 
-    In a new run, or without `launch.shrink`, such a plan stays, and is later reported as a mistake.
+    In a new run, or without `launch.shrink`, the plan stays, and a later check reports it as a mistake. `goes_on`:
+    whether the run continues an earlier one.
     """
     if not experiment.launch.shrink or not (goes_on or restart_count()):
         return experiment, ""
@@ -55,11 +56,12 @@ def agree_on_plan(
     *,
     evaluates: bool = False,
 ) -> Plan:
-    """Agree on the plan of a recipe: the plan of the launcher, or one that the rank that writes creates or searches
-    for.
+    """Agree on the plan of a recipe. All ranks call this together.
 
-    `say` is called with the messages of a search. With `evaluates`, sizes that this machine does not know are not
-    fetched: an evaluation does not use every model. Raises UserError on all ranks if there is no plan.
+    If the launcher has searched for a plan, all ranks use it. Otherwise, the rank that writes creates the plan or
+    searches for it. `say` is called with the messages of a search. With `evaluates`, unknown sizes of models are
+    not fetched from the hub, because an evaluation does not use every model. Raises UserError on all ranks if there
+    is no plan.
     """
     file = os.environ.get(PLAN_VARIABLE)
     if file is not None:

@@ -39,7 +39,8 @@ class Decoding:
     def start(self, tokens: int, context: int) -> Mapping[LayerKind, float]:
         """Measure the seconds until `tokens // context` prompts of `context` tokens have their first new token.
 
-        Of the decode step of this token, only the time outside the layers counts.
+        `prefill`: seconds of one layer in prefill. `start`: seconds outside the layers, in prefill and in the
+        decode step that follows.
         """
         clock = self._clock
         sampling = self._limited(1)

@@ -1,4 +1,4 @@
-"""`realrl profile`: measures the missing entries of a request and writes the profile."""
+"""Run `realrl profile`: measure the missing entries of a request, and write the profile."""
 
 import re
 import time
@@ -53,7 +53,7 @@ class ResultsStore:
         return self._layers.setdefault((shape, dtype), {})
 
     def add_spread(self, kind: Literal["layers", "transfers"], spread: float | None) -> None:
-        """Record the spread of a part's sweeps. The largest spread counts."""
+        """Record by how much the sweeps of one part differ (`find_sweep_spread`). The largest spread is kept."""
         if spread is not None:
             old = self._sweeps or SweepSpread()
             self._sweeps = old.model_copy(update={kind: max(getattr(old, kind), spread)})
@@ -92,7 +92,7 @@ class MeasurementObserver(Protocol):
 def profile(request: Request, observer: MeasurementObserver | None) -> None:
     """Measure as one of several ranks, or alone. `observer` is set on the rank that writes.
 
-    Raises UserError if there is an earlier profile that is unreadable or for another device.
+    Raises UserError if an earlier profile is unreadable, or if another device or other processes measured it.
     """
     with connect(request.device) as process:
         with process.together():
@@ -142,7 +142,7 @@ class _Profiler:
         entries: dict[Hashable, Entry],
         kind: Literal["layers", "transfers"],
     ) -> None:
-        """Add the missing entries of one part.
+        """Measure the missing entries of one part of the profile.
 
         `rows` creates new points for each sweep, because points keep the models that they measure in memory.
         """
@@ -182,7 +182,7 @@ def count_local_processes() -> int:
 
 
 def _load_results(request: Request, process: Process, observer: MeasurementObserver | None) -> ResultsStore:
-    """Load the results of an earlier measurement."""
+    """Load the results of an earlier measurement, or begin with an empty profile."""
     software = read_versions()
     fresh = Profile(
         device=_device_name(request, process.device),
@@ -226,8 +226,10 @@ def _processes(profile: Profile) -> str:
 
 
 def _device_name(request: Request, device: torch.device) -> str:
-    """Return the name of the device: the requested name, that of its built-in kind, or the driver's in the same
-    style."""
+    """Return the name of the device: the name that the user has requested, or that of its built-in kind.
+
+    For other devices, this is the name from the driver, in the same style.
+    """
     if request.group is not None:
         return request.group.device.name
     if device.type == "cpu":

@@ -26,7 +26,8 @@ _FLOAT_BYTES = 4  # size of an element, because measurements use float32
 
 
 def measure_copies(number_bytes: int, clock: Clock) -> Mapping[CollectiveKind, float]:
-    """Measure the seconds of copies within a rank's memory, and to and from host memory."""
+    """Measure the seconds to copy, clear and allocate memory of a rank's device, and to copy to or from the
+    host."""
     source = torch.zeros(max(1, number_bytes // _FLOAT_BYTES), device=clock.device)
     target = torch.zeros_like(source)
     begin = clock.now()
@@ -49,7 +50,7 @@ def measure_copies(number_bytes: int, clock: Clock) -> Mapping[CollectiveKind, f
 
 
 class Update:
-    """Optimizer update of unsharded tensors."""
+    """Measures the optimizer update of unsharded tensors."""
 
     def __init__(self, tensors: Sequence[TensorSpec], dtype: torch.dtype, clock: Clock) -> None:
         count = bucket_count(sum(tensor.numel for tensor in tensors))
@@ -207,7 +208,10 @@ def _links(process: Process, rank_sets: list[tuple[int, ...]], clock: Clock) -> 
 
 
 def measure_message(links: GroupLinks | None, number_bytes: int) -> Mapping[CollectiveKind, float]:
-    """Measure the seconds of a message from rank to rank; minus infinity on a rank without a partner."""
+    """Measure the seconds of a message from rank to rank.
+
+    On a rank without a partner, the result is minus infinity, so that it never counts as the slowest rank.
+    """
     return {"send": -math.inf} if links is None else links.message(number_bytes)
 
 

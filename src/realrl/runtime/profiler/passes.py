@@ -23,7 +23,7 @@ from realrl.runtime.profiler.points import Clock, Moment
 
 @dataclass(frozen=True)
 class LayerMix:
-    """The layers of a measured model. The first one also prepares data for all of them."""
+    """The layers of a measured model. The first layer also prepares data for all layers."""
 
     windowed: tuple[bool, ...]
     """Whether each layer has a sliding window."""
@@ -37,7 +37,7 @@ class LayerMix:
         return cls(windowed, find_window_share(measured) if share is None else share)
 
     def average(self, seconds: Sequence[float]) -> float:
-        """Compute the seconds of an average layer. The first layer must be like all others."""
+        """Compute the seconds of an average layer. The first layer must not take extra time."""
         return self._average(seconds, self.windowed)
 
     def typical(self, seconds: Sequence[float]) -> float:
@@ -53,7 +53,7 @@ class LayerMix:
         return self._average(seconds[1:] or seconds, kinds[1:] if seconds[1:] else kinds)
 
     def first_extra(self, seconds: Sequence[float]) -> float:
-        """Compute how many seconds the first layer takes in addition to those of other layers of its kind."""
+        """Compute how many seconds longer the first layer takes than other layers of its kind."""
         others = [*zip(seconds, self.windowed, strict=False)][1:]
         alike = [each for each, windowed in others if windowed == self.windowed[0]]
         return seconds[0] - (mean(alike) if alike else self.typical(seconds))
@@ -103,7 +103,7 @@ class LayerTimer:
         self.passes: list[list[Moment]] = []
         """Moments of each forward pass: the start of the first layer, and the end of every layer."""
         self.backward: list[Moment] = []
-        """Moments at which gradients are ready: first that of the last layer's output, at the end that of the
+        """Moments at which gradients are ready, from that of the last layer's output to that of the first layer's
         input."""
         layers = model.transformer.layers
         layers[0].register_forward_pre_hook(self._begin)
@@ -134,7 +134,8 @@ PPO = PPOConfig()
 class Passes:
     """Measures calls of a model with the methods of PPO.
 
-    These are log-probabilities and the policy loss with its entropy, or values and the value loss.
+    A language model computes log-probabilities, and the policy loss with its entropy. A model with a scalar head
+    computes values, and the value loss.
     """
 
     def __init__(self, model: Model, clock: Clock, window_share: float | None = None) -> None:

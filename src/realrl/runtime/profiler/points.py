@@ -1,4 +1,4 @@
-"""Measure points: the clock, repetition on all ranks, and the loop over points."""
+"""Measure points, each one measurement at one size: the clock, repetitions on all ranks, and the loop."""
 
 import math
 import time
@@ -15,7 +15,7 @@ from realrl.planner.profile.profile import CollectiveTime, Measurement
 from realrl.runtime.processes.process import Process
 
 Moment = float | torch.cuda.Event
-"""A point in time. On a GPU, it is when the device gets there, not when the host launches the work."""
+"""A point in time. On a GPU, it is the time at which the device reaches it, not when the host launches the work."""
 
 
 class Clock:
@@ -56,7 +56,7 @@ AverageFunction = Callable[[Sequence[float]], float]
 def trimmed_mean(times: Sequence[float]) -> float:
     """Average the times without the slowest 5 %.
 
-    For consecutive events, their sum matters, so a median would be wrong.
+    A step takes the total time of consecutive operations, so a median would be too low.
     """
     kept = sorted(times)[: max(1, len(times) * 19 // 20)]
     return sum(kept) / len(kept)
@@ -127,7 +127,7 @@ class Point(Generic[Entry]):
     """A measurement at one size."""
 
     blanks: tuple[Entry, ...]
-    """Entries of a profile without times, each of another kind."""
+    """Entries of a profile without times, one for each measured kind."""
     work: Callable[[], Mapping[Any, float]]
     """Executes the work once, and returns the seconds of its parts."""
     size: int
@@ -149,9 +149,9 @@ class Pace:
     """How much time measurements may take."""
 
     sweeps: int
-    """Number of sweeps over all points. With several sweeps, a busy moment does not spoil some sizes."""
+    """Number of sweeps over all points. Their median leaves out moments when the machine was busy."""
     patience: float
-    """Seconds that one measurement in a sweep takes, if this allows enough repetitions."""
+    """Seconds to repeat one measurement in a sweep. The minimum number of repetitions may take longer."""
     repetitions: tuple[int, int]
     """Minimum and maximum number of repetitions."""
     limit: float

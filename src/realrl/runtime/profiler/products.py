@@ -22,8 +22,8 @@ _SHAPES = ((1024, 256, 1024), (2048, 768, 2048), (64, 512, 2048))
 _FEW_ROWS = ((64, 256, 1024), (64, 768, 2048), (16, 512, 2048))
 """Rows, inputs and outputs of products, as in decode steps."""
 _WEIGHTS = 1 << 21
-"""Minimum number of elements in the weights that are used in turn, because decode steps find no weights in a
-cache."""
+"""Minimum number of elements in the weights that are used in turn, because decode steps find no weights in the
+caches of the processor."""
 _CLEARLY = 1.2
 """Minimum ratio of speeds at which a method counts as faster. Smaller ratios are within noise."""
 _PACKED = 1.1

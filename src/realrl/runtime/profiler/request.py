@@ -70,8 +70,7 @@ def make_request(
     check_file(f"--out {out}", file)
     generation = None if experiment is None else experiment.spec.generation
     sampling = GenerationConfig() if generation is None else generation(experiment)
-    # Keep the deepest shape of each key. A key omits the number of layers, which hardly matters, and nothing else
-    # that does.
+    # Of shapes with the same key, keep the one with most layers. All else that affects times is part of the key.
     deepest = {(ShapeKey.of(shape), dtype): shape for shape, dtype in sorted(found, key=_layers)}
     return Request(
         models=tuple((shape, dtype) for (_, dtype), shape in deepest.items()),

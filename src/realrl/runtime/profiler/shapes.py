@@ -37,7 +37,8 @@ _MIXED_LAYERS = 4
 """Number of layers of models in which some layers have sliding windows. One layer of each kind is neither first nor
 last."""
 _DECODED_BYTES = 256 << 20
-"""Bytes of the layers in decode steps. They are more than caches hold, if the model is that large."""
+"""Minimum bytes of the layers in measured decode steps, so that caches cannot hold them. Smaller models are
+measured with all their layers."""
 _LARGEST_UPDATE = 1 << 27
 """Maximum number of parameters in a measured optimizer update."""
 _PASSES: Mapping[Head, tuple[LayerKind, ...]] = {
@@ -47,7 +48,7 @@ _PASSES: Mapping[Head, tuple[LayerKind, ...]] = {
 """Parts that are measured with each head. Parts without a head use the scalar head, which has no vocabulary."""
 
 _PRODUCTS = {"cpu": (1 << 9, 1 << 11), "cuda": (1 << 12, 1 << 13)}
-"""Numbers of rows of square matrices in products, by type of device. The larger size reaches the peak."""
+"""Numbers of rows of square matrices in products, by type of device. The larger size reaches the peak speed."""
 
 ShapeRow = list[Point[Measurement]]
 

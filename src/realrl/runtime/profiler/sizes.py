@@ -101,7 +101,7 @@ class Sizes:
 
 SMALLEST_BYTES, LARGEST_BYTES = 64, 1 << 26
 MAPPED_BYTES = 1 << 25
-"""Size from which each allocation maps new memory, because of the launcher's malloc settings."""
+"""Size from which each allocation maps new memory, because of the malloc settings in `steady_memory`."""
 
 
 def transfer_sizes(*, thin: bool = False) -> list[int]:
@@ -110,7 +110,8 @@ def transfer_sizes(*, thin: bool = False) -> list[int]:
     found = [largest]
     while found[-1] > SMALLEST_BYTES:
         found.append(max(SMALLEST_BYTES, found[-1] // step))
-    # Also list the sizes of the buckets in which gradients are sent. Parts of smaller buckets are below the limit.
+    # Also list sizes of the buckets in which gradients are sent. Half of the second size, which is the part of one
+    # of two ranks, is less than MAPPED_BYTES.
     return sorted({*found, *(() if thin else (LARGEST_BYTES // 2, LARGEST_BYTES - (LARGEST_BYTES >> 4)))})
 
 

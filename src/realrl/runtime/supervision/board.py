@@ -35,8 +35,8 @@ class Board(Protocol):
     def works(self, heartbeat: Heartbeat) -> bool:
         """Return whether a rank's process has used a core since this heartbeat, or waits for one.
 
-        A watchdog calls this repeatedly if the heartbeats of a rank are missing. False if this machine cannot find
-        out.
+        A watchdog calls this repeatedly if the heartbeats of a rank are missing. Returns False if this machine
+        cannot find out.
         """
 
 
@@ -92,7 +92,7 @@ class FileBoard:
 
 
 class StoreBoard:
-    """The board of ranks on several machines: it is in the store of their rendezvous."""
+    """The board of ranks that torchrun has started, in the store of their rendezvous."""
 
     def __init__(self, rank: int, world: int, token: str, timeout: float) -> None:
         """Connect to the store whose address torchrun has given.
@@ -182,7 +182,7 @@ class WorkProbe:
     def works(self, heartbeat: Heartbeat) -> bool:
         """Return whether a process of this machine has used a core since its heartbeat, or waits for one.
 
-        False if the system does not provide this information, as on macOS.
+        Returns False if the system does not provide this information, as on macOS.
         """
         used, runnable = 0, False
         with suppress(OSError, ValueError, IndexError):

@@ -36,7 +36,7 @@ _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 """Numbers of operating-system errors that are never bugs."""
 
 PLACE = "__realrl_place__"
-"""Attribute of an exception that tells where in the run it was raised."""
+"""Attribute of an exception with the place in the run at which it was raised."""
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 """Variable with the path of a rank's error file, for torchrun and realrl's launchers alike."""
@@ -149,8 +149,8 @@ def report_failure(error: Exception) -> int:
     _write_error_file(failure)
     if SCRATCH_VARIABLE in os.environ:
         log_error(error)
-    # All ranks of a node find the same mistakes in a user's input, so one of them prints; nodes may have different
-    # files.
+    # All ranks of a node find the same mistakes in a user's input, so one rank of each node prints. Files may
+    # differ between nodes.
     elif (
         failure.rank == 0
         or int(os.environ.get("LOCAL_RANK", 0)) == 0

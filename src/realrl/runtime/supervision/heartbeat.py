@@ -19,7 +19,8 @@ from realrl.config.files import partial_path
 INTERVAL = 1.0
 """Seconds between heartbeats."""
 RANKS = "ranks"
-"""Directory in a run's directory with a status file per rank, which contains its last heartbeat."""
+"""Name of the subdirectory of a run directory with one status file per rank, which contains the rank's last
+heartbeat."""
 _LONGEST = 1500
 """Maximum characters of an instruction that are kept."""
 
@@ -84,7 +85,7 @@ class Heartbeat:
     ended: bool = False
     """Whether the rank is exiting normally, so that watchdogs no longer expect heartbeats."""
     resident_bytes: int = 0
-    """Resident memory. Only status files have it, because reading it takes longer than everything else."""
+    """Resident memory. Only status files have it, because reading it takes longer than all other fields."""
     peak_resident_bytes: int = 0
     device_bytes: int = 0
     """GPU memory that torch has reserved; on a CPU, the resident memory."""
@@ -99,7 +100,7 @@ class Heartbeat:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """How far the rank has come. Ranks can be compared by this key."""
+        """How far the rank has come: step, position of the call in the graph, and position in the program."""
         return self.step, self.order, self.position
 
     @property

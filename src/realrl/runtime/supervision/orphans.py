@@ -79,16 +79,16 @@ def end_with_launcher(launcher: int) -> None:
 
 
 def kill_ranks(scratch: Path) -> None:
-    """Kill the other processes of a launcher: ranks and their children."""
+    """Kill all processes of a launcher except this one: ranks and their children."""
     for pid in find_ranks(scratch):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
 
 
 def find_ranks(scratch: Path) -> list[int]:
-    """Find the other processes of a launcher.
+    """Find all processes of a launcher except this one.
 
-    These processes have its scratch directory in an environment variable, or work in a directory inside it.
+    Such a process has `scratch` in an environment variable, or works in a directory inside `scratch`.
     """
     variable = f"{SCRATCH_VARIABLE}={scratch}".encode()
     found = []

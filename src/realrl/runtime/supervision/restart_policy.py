@@ -13,7 +13,7 @@ class RestartPolicy:
     def __init__(self, devices: int, settings: LaunchConfig) -> None:
         self._settings = settings
         self.devices = list(range(devices))
-        """Devices that the run uses. They have the numbers of the first start."""
+        """Numbers of the devices that the run uses. The first start of the run has numbered them."""
         self.total = 0
         """Number of restarts so far."""
         self.in_vain = 0

@@ -11,11 +11,11 @@ from realrl.config.files import write_whole
 from realrl.config.json_file import parse_rows, read_tail
 
 ENDED = "ended.json"
-"""Name of the file about how the last start of the run ended. A killed command does not write it."""
+"""Name of the file that records how the last start of the run ended. A killed command does not write it."""
 RESTARTING = -1
 """Status of a run that has failed and is being restarted."""
 NOTES = "notes.jsonl"
-"""Name of the file with a line for each note, which includes its time."""
+"""Name of the file with one JSON line for each note, which contains its text and time."""
 KEPT_NOTES = 1000
 """Maximum number of notes that a process writes."""
 _TAIL = 1 << 20

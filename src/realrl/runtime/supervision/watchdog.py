@@ -18,13 +18,14 @@ from realrl.runtime.supervision.failures import RUN_STATUS, Failure
 from realrl.runtime.supervision.heartbeat import INTERVAL, Heartbeat
 
 GAP = 10.0
-"""If more seconds pass between two checks, the watchdog itself was not running, as on a suspended laptop."""
+"""If more seconds than this pass between two checks, the watchdog itself was not running, as on a suspended
+laptop."""
 _BUSY = 0.5
-"""A process counts as busy if it uses more CPU seconds per second."""
+"""A process counts as busy if it uses more than this many CPU seconds per second."""
 _LIVELY = ("train", "eval", "save")
 """Parts of a run that should always make progress."""
 _SLOW = 4
-"""Factor on the time limit in all other parts, because models come from file systems and networks."""
+"""Factor on the time limit in all other parts of a run, because loading models over a network is slow."""
 
 
 class Watchdog:

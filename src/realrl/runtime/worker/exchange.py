@@ -13,7 +13,7 @@ from realrl.program.instructions import Receive, Report, Send, ShareLengths
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.store import Store
 
-# Tags must be above every exchange number of a program.
+# Tags must be higher than every exchange number of a program.
 _LENGTHS_TAG = 1 << 20
 _METRICS_TAG = 1 << 21
 
@@ -21,8 +21,8 @@ _METRICS_TAG = 1 << 21
 class Exchange:
     """Executes `Send`, `Receive` and `ShareLengths` on one rank.
 
-    Sender and receiver both compute from lengths which rows move, so a message contains only rows. All keys that
-    two ranks exchange form one message of bytes.
+    Sender and receiver both compute which rows move, because both know the lengths of all rows. A message therefore
+    contains only rows. The rows of all keys that one rank sends to another form one message of bytes.
     """
 
     def __init__(self, process: Process) -> None:
@@ -60,7 +60,7 @@ class Exchange:
                 store.put(key.name, ids, Ragged(values, lengths[key.name]))
 
     def share_lengths(self, share: ShareLengths, store: Store) -> None:
-        """Gather lengths on the first output rank, which broadcasts them to all readers."""
+        """Gather the lengths of a call's new rows on its first output rank, which sends them to all readers."""
         rank, first = self._process.rank, share.output_ranks[0]
         call = store.graph.call(share.call)
         items = [store.items(call, dp) for dp in range(len(share.output_ranks))]

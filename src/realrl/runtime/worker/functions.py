@@ -43,7 +43,8 @@ class Functions:
     def start(
         self, run: Run, function: str, method: FunctionMethod, inputs: FunctionInput, step: int
     ) -> None:
-        """Queue a call of `function`, which is a reference, in the thread of this function."""
+        """Queue a call in the thread of its function. `function`: the function's reference, such as
+        FILE.py:NAME."""
         future = self._running[run.call] = Future[Returned]()
 
         def task() -> None:
@@ -69,11 +70,11 @@ class Functions:
 
     @property
     def running(self) -> tuple[str, ...]:
-        """Functions that were started but not collected yet, in the order of their start."""
+        """Calls whose functions were started but not collected yet, in the order of their start."""
         return tuple(self._running)
 
     def collect(self, call: str) -> Returned:
-        """Wait for one of the `running` functions, and return its outputs. Raises the error of the function."""
+        """Wait for the function of a `running` call, and return its outputs. Raises the error of the function."""
         return self._running.pop(call).result()
 
 

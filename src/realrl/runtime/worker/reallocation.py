@@ -30,7 +30,8 @@ def agree(
 ) -> None:
     """Check that `schedule` is equal on all `ranks`, and that each pair of ranks agrees on its messages.
 
-    `pairs`: digest of the messages with each peer. All ranks call this together. Raises ReallocationError if not.
+    `pairs`: text that identifies the messages with each peer. All ranks call this together. Raises
+    ReallocationError if not.
     """
     mine, first = _digest(schedule), ranks[0]
     everyone = torch.empty(len(ranks), len(mine), dtype=torch.uint8)
@@ -58,8 +59,10 @@ def agree(
 def swap(
     process: Process, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], tag: int
 ) -> Mapping[int, Tensor]:
-    """Exchange small CPU tensors: send those in `sent` to their ranks, fill those in `received`, and return the
-    latter."""
+    """Send the small CPU tensors in `sent`, and receive into those in `received`. Returns `received`.
+
+    Keys are the ranks to which tensors are sent, or from which they are received.
+    """
     works = [dist.isend(tensor, peer, group=process.control, tag=tag) for peer, tensor in sent.items()]
     for peer, tensor in received.items():
         dist.recv(tensor, peer, group=process.control, tag=tag)
@@ -92,7 +95,7 @@ class Staging:
     """
 
     def __init__(self, device: torch.device, limits: MessageLimits | None = None) -> None:
-        """`limits`: maximum sizes of messages; by default those for the device."""
+        """`limits`: maximum sizes of messages; by default, the limits of the device."""
         self.limits = limits or message_limits(cpu=device.type == "cpu")
         self._device = device
         self._free: list[Tensor] = []
@@ -188,7 +191,8 @@ class Reallocator:
 
         stage, limits = 0, self._staging.limits
         for messages in group_messages(schedule.messages, limits):
-            # Finish a stage before the next one, which may send data that arrives in it.
+            # Finish a stage before the next one starts, because the next stage may send data that arrives in this
+            # one.
             same = messages[0].stage == stage
             finish(*(limits.posted_groups - 1, limits.staged_messages) if same else (0, 0))
             stage = messages[0].stage
@@ -280,7 +284,7 @@ class Reallocator:
 
 
 def _view(data: Tensor, span: Span, rows: int) -> Tensor:
-    """View a span of a flat buffer as a matrix, with one row per run."""
+    """View a span of a flat buffer as a matrix, with one row per contiguous run of elements."""
     if span.contiguous:
         return data[span.start : span.start + span.width].view(rows, -1)
     return data.as_strided((span.rows, span.width), (span.stride, 1), span.start)

@@ -1,4 +1,7 @@
-"""The models of a rank: each role in its home layout, and copies in other layouts while calls need them."""
+"""The models of a rank: each role in its home, and copies in other layouts while calls need them.
+
+The home of a role is the layout in which its parameters stay between steps.
+"""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,20 +41,23 @@ from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.reallocation import Reallocator, Staging
 
 MIX_BYTES = 64 << 20
-"""Maximum bytes of parameters that are received before they are mixed. A single tensor may have more."""
+"""Maximum bytes of parameters that are received at a time to be mixed into a moving average.
+
+A single tensor may have more bytes.
+"""
 
 
 class Roles:
-    """Parameters by role and layout, on one rank."""
+    """Holds the models of a rank, by role and layout."""
 
     def __init__(
         self, job: Job, process: Process, groups: Mapping[tuple[int, ...], Group], *, temperature: float
     ) -> None:
         """Check everything about the roles except weights, which `load_weights` loads.
 
-        `job` must know the size of every model. `groups` are the groups of its placements. Raises UserError if a
-        model whose home includes this rank cannot be loaded, or if a role that follows another role has different
-        tensors.
+        `job` must know the size of every model. `groups` are the process groups of its placements. Raises UserError
+        if a model whose home includes this rank cannot be loaded, or if a moving average has other tensors than the
+        role that it follows.
         """
         experiment, models = job.experiment, job.models
         self._experiment, self._process, self._groups = experiment, process, groups
@@ -73,7 +79,7 @@ class Roles:
         self.learning = (*self._trained, *following)
         """Roles whose parameters change: trained roles, and moving averages of trained roles."""
         self.before_change: Callable[[], None] = lambda: None
-        """Function that is called before parameters or optimizer state of these roles change or leave device
+        """Function that is called before parameters or optimizer state of `learning` roles change or leave device
         memory."""
         changed = {role: trained_sets(role, self._parts) for role in self._trained} | following
         self._changing = {(role, name) for role, names in changed.items() for name in names}
@@ -113,7 +119,8 @@ class Roles:
     def load_weights(self, restored: Collection[str] = ()) -> None:
         """Load or initialise every role whose home includes this rank.
 
-        Roles to be `restored` only get memory. Raises UserError if weights cannot be used.
+        Roles in `restored` only get memory, because a checkpoint has their weights. Raises UserError if weights
+        cannot be used.
         """
         for role in sorted(self._homes, key=lambda role: self._holders.get(role, role) != role):
             home = self._homes[role]
@@ -175,7 +182,8 @@ class Roles:
         return self._models[role, home.layout] if self._process.rank in home.ranks else None
 
     def _build(self, role: str, placement: Placement, base: LocalSet | None = None) -> Model:
-        """Create a model with memory for its parameters. A `base` set is shared with another model."""
+        """Create a model with memory for its parameters. If `base` is given, the model shares this parameter set
+        with another model."""
         rank = self._process.rank
         model = Model(
             self._layout(role, placement),
@@ -274,7 +282,7 @@ class Roles:
         )
 
     def _copy(self, role: str, placement: Placement, name: str) -> LocalSet:
-        """Create a parameter set of a model outside its home, with memory."""
+        """Allocate a parameter set of a copy of a role, outside the role's home."""
         if (role, placement.layout) not in self._models:
             for held in self._build(role, placement).sets.values():
                 held.free()
@@ -330,7 +338,7 @@ class Roles:
         return self._kept_decoding.get(call)
 
     def kept_beside(self, call: str) -> int:
-        """Count the bytes of device memory that other calls keep."""
+        """Count the bytes of device memory that generate calls other than `call` keep between steps."""
         return sum(kept.nbytes for name, kept in self._kept_decoding.items() if name != call)
 
     def save(

@@ -10,9 +10,9 @@ from realrl.plan.plan import Plan
 
 
 class Store:
-    """Rows by key and item.
+    """Rows by key (named data, such as `sequences`) and item (a prompt, pair or answer).
 
-    The assignment of items to ranks depends only on lengths, so every rank computes the same one.
+    The assignment of items to ranks depends only on lengths, so every rank computes the same assignment.
     """
 
     def __init__(self, graph: DataflowGraph, plan: Plan, samples: int = 1) -> None:
@@ -35,11 +35,11 @@ class Store:
             self.lengths[key] = field.lengths
 
     def put(self, key: str, ids: tuple[int, ...] | list[int], rows: Ragged) -> None:
-        """Add rows of the items `ids`."""
+        """Add the rows of `key` for the items `ids`."""
         self._rows.setdefault(key, {}).update(zip(ids, rows.rows(), strict=True))
 
     def place(self, call: Call, assignment: list[list[int]]) -> None:
-        """Set the assignment of a call that has already run.
+        """Set the assignment of items to ranks for a call that has already run.
 
         `assignment`: for each data-parallel rank, the ids of its items.
         """

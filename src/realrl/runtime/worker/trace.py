@@ -10,8 +10,8 @@ from pathlib import Path
 from realrl.program.trace_file import Event, make_event, merge_rank_traces, write_rank_trace
 
 KEPT = 20_000
-"""Maximum number of slices to keep per rank; the latest are kept. Without it, long evaluations would fill the
-memory."""
+"""Maximum number of slices to keep per rank; the latest are kept. Without this limit, long evaluations would fill
+the memory."""
 
 
 class Trace:
@@ -41,7 +41,7 @@ class Trace:
 
     @contextmanager
     def slice(self, name: str, *, host: bool = False, **details: object) -> Iterator[dict[str, object]]:
-        """Record the block as one slice. The block may add details to the slice.
+        """Record the block as one slice, an event with a duration. The block may add details to the slice.
 
         `host`: whether the slice is a function, which may run at the same time as other slices. This method is
         thread-safe.
@@ -62,7 +62,8 @@ class Trace:
 _WRITE_EVERY = 2.0
 """Minimum seconds between two writes during a run."""
 _REST = 100
-"""Minimum time between two writes, as a multiple of the time of one. Writes thus cost at most 1 % of a run."""
+"""Minimum time between two writes, as a multiple of the time of one write. Writes thus cost at most 1 % of a
+run."""
 
 
 class TraceFiles:

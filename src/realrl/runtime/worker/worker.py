@@ -89,7 +89,7 @@ class _Step:
             self.timer.fold_allocations()
 
     def worked(self, read_work: Callable[[], WorkDone]) -> None:
-        """Register the work of a call."""
+        """Pass to the timer how to read the work of a call after the device has finished."""
         if self.timer is not None:
             self.timer.worked(read_work)
 
@@ -107,7 +107,7 @@ class Worker:
         tokenizer: Any = None,
         early_loads: Sequence[tuple[Program, EarlyLoads]] = (),
     ) -> None:
-        """`stop_token_ids` end generation. `tokenizer` is for functions.
+        """`stop_token_ids` end generation. `tokenizer` is passed to functions.
 
         `early_loads`: loads that begin early, by program.
         """
@@ -142,9 +142,9 @@ class Worker:
     ) -> dict[str, Metrics]:
         """Execute one step, and put its results into the empty `store`. `timer` measures the step.
 
-        Returns metrics by call: those of all calls on the rank that writes, and those of this rank's calls
-        elsewhere. If a function has failed, its error is raised when its outputs or metrics are needed, or at the
-        end of the step.
+        Returns metrics by call. The rank that writes gets the metrics of all calls. Other ranks get the metrics of
+        the calls that they run. If a function has failed, its error is raised when its outputs or metrics are
+        needed, or at the end of the step.
         """
         now = _Step(store, step, timer, {}, self._activity.advance)
         handlers: dict[type[Instruction], Callable[..., None]] = {
@@ -208,8 +208,10 @@ class Worker:
         return None
 
     def _needed(self, instruction: Instruction) -> str | None:
-        """Return the function that is running on this rank and whose outputs or metrics an instruction needs; None
-        without one."""
+        """Return the call whose outputs or metrics an instruction needs, if the call's function still runs here.
+
+        Otherwise, return None.
+        """
         match instruction:
             case Send(producer=call) | ShareLengths(call=call):
                 return call if call in self._functions.running else None

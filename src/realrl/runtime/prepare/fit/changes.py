@@ -37,7 +37,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Change:
-    """A change that a user can make, as a function of drafts.
+    """A change that a user can make. `apply` returns the draft with this change.
 
     `apply` raises UserError if the change is not possible.
     """
@@ -138,7 +138,8 @@ def _quantised(experiment: Experiment) -> Iterator[Change]:
 
 
 def _more_nodes(spec: ClusterSpec) -> Attempts:
-    """Find the smallest number of nodes of the same kind: double it until a plan fits, then bisect."""
+    """Yield changes of the number of nodes: doubled until a plan fits, then bisected to find the smallest
+    number."""
     if len(spec.groups) > 1:
         return
     nodes, most = spec.nodes, _MOST_DEVICES // spec.groups[0].devices_per_node
@@ -155,8 +156,10 @@ def _more_nodes(spec: ClusterSpec) -> Attempts:
 
 
 def _larger_devices(spec: ClusterSpec) -> Iterator[Change]:
-    """Yield built-in kinds of devices with more memory: the least memory first and, if it is about equal, the
-    slowest first."""
+    """Yield changes to built-in devices with more memory, in order of memory.
+
+    Devices with about equal memory are in order of speed, the slowest first.
+    """
     group, *others = spec.groups
     if group.device.cpu or others:
         return
@@ -169,7 +172,7 @@ def _larger_devices(spec: ClusterSpec) -> Iterator[Change]:
 def _shorter_sequences(draft: Draft) -> Iterator[Change]:
     """Yield changes that shorten prompts or answers, whichever are longer.
 
-    Without generation, they shorten sequences.
+    In recipes without generation, the changes shorten whole sequences.
     """
     experiment, workload = draft.experiment, draft.scenario().workload
     if not any(call.kind is Kind.GENERATE for call in experiment.graph.calls):
@@ -206,7 +209,7 @@ def _shorter_prompts(longest: int, *overrides: str) -> Change:
 
 
 def _on(text: str, spec: ClusterSpec) -> Change:
-    """Return a change of the devices."""
+    """Return a change that replaces the devices by those of `spec`."""
     return Change(text, lambda draft: replace(draft, spec=spec), preposition="on")
 
 
@@ -278,7 +281,7 @@ def _file_changes(
 
 
 def _strategy(text: str, calls: Sequence[str], **fields: object) -> Change:
-    """Return a change of the strategies of calls in the plan file."""
+    """Return a change of some fields in the strategies of `calls` in the plan file."""
 
     def apply(draft: Draft) -> Draft:
         assert draft.plan is not None, "only plan files are changed call by call"

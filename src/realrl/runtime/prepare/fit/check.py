@@ -31,7 +31,7 @@ from realrl.runtime.prepare.scenarios import phase_scenarios, read_constraints
 
 @dataclass(frozen=True)
 class PeakDevice:
-    """The device with the least free memory or the largest shortfall."""
+    """The device with the least free memory, and the kind of step in which this occurs."""
 
     phase: str
     """Kind of step, as in `Job.phases`."""
@@ -39,7 +39,7 @@ class PeakDevice:
 
     @property
     def shortfall(self) -> int:
-        """Bytes that are missing; negative if there is room."""
+        """Bytes by which the peak exceeds the capacity; negative if memory is left."""
         return self.device.peak.bytes - self.device.capacity
 
 
@@ -58,7 +58,7 @@ def compute_device_memory(job: Job, spec: ClusterSpec) -> dict[str, tuple[Device
 
 
 def find_short_host(job: Job, spec: ClusterSpec) -> NodeMemory | None:
-    """Find the host that lacks most memory for offloaded state; None if all hosts have enough."""
+    """Find the host that lacks the most memory for offloaded state; None if all hosts have enough."""
     scenario = next(iter(phase_scenarios(job, spec).values()))
     return find_full_host(compute_host_memory(scenario, job.memory))
 
@@ -73,8 +73,8 @@ def find_peak_device(job: Job, spec: ClusterSpec) -> PeakDevice:
 _NAMED = 3
 """Number of memory parts that the message names."""
 _SECONDS, _EFFORT = 5.0, 400_000
-"""Maximum seconds to try single changes, and again to try combinations: with a thousand devices, assessing one
-change takes seconds. The effort is for a search for any plan that fits."""
+"""`_SECONDS` limits the trials of single changes, and then the trials of combinations. With a thousand devices,
+assessing one change takes seconds. `_EFFORT` limits the search for another plan that fits."""
 
 
 def check_fit(job: Job, here: Here | None = None) -> None:
@@ -101,7 +101,7 @@ def check_fit(job: Job, here: Here | None = None) -> None:
 
 
 def _shortage(experiment: Experiment, spec: ClusterSpec, worst: PeakDevice) -> str:
-    """Describe the device that lacks memory, the call in which it does, and the largest parts of memory."""
+    """Describe the device that lacks memory, the call during which it does, and the largest parts of its memory."""
     device, peak = worst.device, worst.device.peak
     biggest = sorted(peak.parts, key=lambda name: -peak.parts[name])
     parts = ", ".join(f"{name} {format_bytes(peak.parts[name])}" for name in biggest[:_NAMED])
@@ -114,7 +114,7 @@ def _shortage(experiment: Experiment, spec: ClusterSpec, worst: PeakDevice) -> s
 
 
 def _source(experiment: Experiment, spec: ClusterSpec) -> str:
-    """Describe where the size of a device's memory comes from, if the user can change it."""
+    """Explain the size of a device's memory if it is a share of the host memory; otherwise return an empty text."""
     if not host_is_device(experiment, spec):
         return ""
     return (
@@ -178,7 +178,7 @@ def _all_sources(draft: Draft, outcome: _Peak) -> Iterable[Attempts]:
 def _search(draft: Draft) -> str:
     """Describe the plan that a search finds, or why there is none.
 
-    Empty if the plan that was found does not fit either.
+    The text is empty if the plan that was found does not fit either.
     """
     change = set_fields(f"plan={SEARCH}")
     constraints = replace(read_constraints(draft.experiment, draft.spec), own={})

@@ -92,7 +92,7 @@ _HEADER = "# realrl plan: "
 
 
 def _write(file: Path, found: SearchedPlan, scenario: Scenario) -> str:
-    """Write a plan to the cache atomically. Returns a description of where it is."""
+    """Write a plan to the cache atomically. Returns a text that says where the plan is."""
     calls = ", ".join(call.name for call in scenario.graph.calls)
     made = datetime.now(UTC).date().isoformat()
     text = (
@@ -110,11 +110,11 @@ def _write(file: Path, found: SearchedPlan, scenario: Scenario) -> str:
 def make_fingerprint(value: object) -> str:
     """Describe a value by its parts, as the same text in every process.
 
-    Values are equal if and only if their texts are.
+    Two values are equal if and only if their texts are equal.
 
     Parts are the fields of a dataclass or pydantic model, or the elements of a collection. A value of any other
-    class is described by its attributes with the names of the constructor's parameters. Raises TypeError if one is
-    missing.
+    class is described by its attributes with the names of the constructor's parameters. Raises TypeError if such an
+    attribute is missing.
     """
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return repr(value)
@@ -156,7 +156,7 @@ _PACKAGES = {"site-packages", "dist-packages"}
 
 
 def read_sources() -> Iterator[str]:
-    """Read all code and tables on which a plan may depend, in the same order in every process."""
+    """Yield the text of all code and tables on which a plan may depend, in the same order in every process."""
     with as_file(files("realrl")) as package:
         for file in sorted([*package.rglob("*.py"), *package.rglob("*.json")]):
             yield file.read_text(encoding="utf-8")

@@ -17,7 +17,7 @@ from realrl.planner.simulate.scenario import Scenario
 from realrl.runtime.prepare.fit.changes import Attempts, Change, Draft, list_search_changes
 
 _SHARE = 0.6
-"""Share of the remaining time that one kind of changes may use."""
+"""Share of the remaining time that one kind of change may use."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Outcome:
     shortfall: float
     """Bytes that the peak device lacks; at most 0 if everything fits."""
     figures: str
-    """Needed memory, or seconds, in words, for example `needs 72 GiB`."""
+    """Needed memory or step time in words, for example `needs 72 GiB`."""
 
     @property
     def fits(self) -> bool:
@@ -60,15 +60,15 @@ class Trials(Generic[Result]):
     """Tries changes within a time limit."""
 
     def __init__(self, assess: Callable[[Draft, float], Result], seconds: float) -> None:
-        """`assess` takes a draft and about the given number of seconds.
+        """`assess(draft, limit)` assesses a draft in about `limit` seconds. `seconds` limits all trials together.
 
-        It raises UserError for an impossible draft.
+        `assess` raises UserError for an impossible draft.
         """
         self._assess = assess
         self._end = time.monotonic() + seconds
 
     def find_remedies(self, draft: Draft, sources: Iterable[Attempts], most: int) -> list[Remedy[Result]]:
-        """Find one remedy for each kind of changes, `most` remedies at most."""
+        """Find at most one remedy of each kind of change in `sources`, and at most `most` remedies in all."""
         found: list[Remedy[Result]] = []
         for source in sources:
             if len(found) == most:
@@ -83,8 +83,8 @@ class Trials(Generic[Result]):
     ) -> Remedy[Result] | None:
         """Find a combination of changes: apply the best change again and again, until everything fits.
 
-        `result` is the result for the draft itself. `sources` lists the kinds of changes for a draft and its
-        result.
+        `result` is the result for the draft itself. `sources` lists the kinds of changes that may help a draft with
+        this result.
         """
         chosen: list[Change] = []
         while not result.fits:
@@ -207,7 +207,7 @@ def find_remedies(draft: Draft, constraints: UserConstraints, *, seconds: float)
 
 
 def _models(scenario: Scenario) -> str:
-    """Describe the models with their roles, by name if they have one."""
+    """List the models of a step with their roles, such as `llama-2-7b (actor, ref)`."""
     names = {shape: name for name, shape in SHAPES.items()}
     roles: dict[str, list[str]] = {}
     for role, model in scenario.models.items():
