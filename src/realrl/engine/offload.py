@@ -212,7 +212,7 @@ class Offloadable:
         self._copies = copies or (StreamCopies(on_gpu[0]) if on_gpu else HostCopies())
         self._host: list[Tensor] = []
         self._saved = False
-        """Whether host copies have ever had values."""
+        """Whether the host copies have been filled at least once."""
         self._arriving = False
         """Whether tensors are being loaded, and must not be used yet."""
         self.resident = True

@@ -61,7 +61,8 @@ class PendingRecv:
 
 
 class Sends:
-    """Sends in flight, oldest first. A few may be pending, so that sending does not wait."""
+    """Sends in progress, oldest first. A limited number may be pending, so that a new send usually does not
+    wait."""
 
     def __init__(self, stages: int) -> None:
         self._most = SENDS_PER_STAGE * stages

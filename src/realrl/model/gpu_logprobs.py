@@ -13,7 +13,7 @@ from realrl.model.logprobs import LogprobOptions
 
 
 class TokenLogprobs(Function):
-    """Log-probabilities at the targets, and entropies; arguments as for `logprobs.compute_token_logprobs`.
+    """Log-probabilities of the targets, and entropies; arguments as for `logprobs.compute_token_logprobs`.
 
     The backward pass recomputes the logits. This is a fourth product, in addition to three that cannot be avoided:
     the logits, the gradient of the hidden states, and the gradient of the table. The gradient of a token's logits
@@ -34,7 +34,7 @@ class TokenLogprobs(Function):
         logits: Tensor | None = None
         for start in range(0, len(hidden), size):
             part = slice(start, start + size)
-            logits = None  # frees the previous chunk first, so that there is one at a time
+            logits = None  # frees the previous chunk, so that only one is in memory
             logits = _compute_logits(hidden[part], table, bias, options)
             compute_logit_sums(logits, scale, log_sums[part], None if means is None else means[part])
             torch.mul(_select(logits, targets[part], rows), scale, out=chosen[part])
@@ -95,7 +95,7 @@ def compute_logprobs_on_gpu(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _select(values: Tensor, targets: Tensor, rows: int) -> Tensor:
-    """Select values at the targets, 0 if another rank has the target. [n, rows], [n, m] -> [n, m]"""
+    """Select the values of the targets, or 0 for targets of other ranks. [n, rows], [n, m] -> [n, m]"""
     if not rows:
         return values.new_zeros(targets.shape)
     is_local = (targets >= 0) & (targets < rows)
@@ -103,7 +103,7 @@ def _select(values: Tensor, targets: Tensor, rows: int) -> Tensor:
 
 
 def _merge_ranks(log_sums: Tensor, means: Tensor | None, group: Group) -> tuple[Tensor, Tensor | None]:
-    """Merge log-sums and means over this rank's columns into those over all ranks' columns. [N] each"""
+    """Combine the log-sums and means of all ranks, each over its own columns of the logits. [N] each"""
     if group.size == 1:
         return log_sums, means
     highest = group.max(log_sums.clone())
@@ -121,7 +121,7 @@ def _differentiate(
     options: LogprobOptions,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Compute the gradient of a chunk of logits as they were before `cap` bounded them, in type `dtype`.
+    """Compute the gradient of a chunk of logits, before they were bounded by `cap`. The result has type `dtype`.
 
     factors: gradients of the log-probabilities [n, m] -> [n, rows]
     """

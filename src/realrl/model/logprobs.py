@@ -24,10 +24,10 @@ class LogprobOptions:
     entropy: bool
     group: Group
     rows: int
-    """Rows of the table that hold this rank's part of the vocabulary."""
+    """Number of rows of the table that hold this rank's part of the vocabulary."""
     products: Products
     size: int
-    """Rows of logits that are computed at a time."""
+    """Number of rows of logits that are computed at a time."""
     cap: float | None
 
 
@@ -148,7 +148,7 @@ def _compute_logits(
 
 
 def _log_softmax(logits: Tensor, temperature: float, group: Group, out: Tensor | None = None) -> Tensor:
-    """Turn this rank's columns of logits into those of the log-softmax over all ranks' columns, float32.
+    """Compute this rank's columns of the log-softmax in float32. The softmax runs over the columns of all ranks.
 
     Writes to `out` if given, otherwise over `logits`.
     """
@@ -165,14 +165,14 @@ def _log_softmax(logits: Tensor, temperature: float, group: Group, out: Tensor |
 
 
 def _localise_targets(targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Find whether this rank has each target's row, and an index that is valid in both cases. [n, m] -> two of [n,
-    m]"""
+    """Find whether this rank has each target's row, and the index of this row; 0 if another rank has it. [n, m] ->
+    two of [n, m]"""
     is_local = (targets >= 0) & (targets < rows)
     return is_local, targets.masked_fill(~is_local, 0)
 
 
 def _select_targets(logp: Tensor, targets: Tensor) -> Tensor:
-    """Select log-probabilities at the targets, 0 if another rank has the target. [n, rows] -> [n, m]"""
+    """Select the log-probabilities of the targets, or 0 for targets of other ranks. [n, rows] -> [n, m]"""
     if not logp.shape[1]:
         return logp.new_zeros(targets.shape)
     is_local, index = _localise_targets(targets, logp.shape[1])
@@ -199,7 +199,7 @@ def compute_token_logprobs(
     hidden: [N, H]. table: [P, H], a parameter: its first `rows` rows are this rank's part of the vocabulary, the
     other rows are padding; P is the same on every rank of `group`. bias: [P] or None. targets: [N, m] int64,
     counted from this rank's first row. -> [N, m] float32, and [N] float32 without gradient; the same on every rank.
-    The gradient of `hidden` is this rank's part of a sum over the group; the table's gradient is added to
+    The gradient of `hidden` on each rank is a summand of a sum over the group. The table's gradient is added to
     `table.grad` (`ops.find_gradient`).
     """
     options = LogprobOptions(

@@ -98,8 +98,8 @@ def _scale_as_llama3(plain: Tensor, scaling: RopeScaling, original: int) -> Tens
 
 
 def _scale_by_yarn(plain: Tensor, theta: float, scaling: RopeScaling, original: int) -> Tensor:
-    """Divide frequencies that make few rotations within the original length, and blend linearly by dim (arXiv
-    2309.00071, 3.2)."""
+    """Divide frequencies that make few rotations within the original length, keep those that make many, and blend
+    linearly in between (arXiv 2309.00071, 3.2)."""
     dims = 2 * len(plain)
 
     def find_dim(rotations: float) -> float:
@@ -145,7 +145,8 @@ class _ApplyRotaryEmb(Function):
 
 
 def apply_rotary_emb(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    """Apply rotary embeddings to the first heads, in place (Su et al. 2021; halves paired as in Llama).
+    """Apply rotary embeddings to the first heads, in place (Su et al. 2021). Dim i forms a pair with dim i + D / 2,
+    as in Llama.
 
     qkv: [T, all heads * D]; cos, sin: [T, D / 2] of a `Rotation`; computed in float32.
     """

@@ -13,7 +13,8 @@ class Routing:
     def route(self, layer: int, probabilities: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
         """Choose the experts of tokens in a layer of the stage. probabilities, or other scores: [T, E] float32
 
-        -> scores that the experts' weights are taken from [T, E], and numbers of experts [T, per_token] int64
+        -> scores from which the weights of experts are taken [T, E], and indices of the chosen experts
+        [T, per_token] int64
         """
         return probabilities, probabilities.detach().topk(per_token, dim=1).indices
 
@@ -103,14 +104,15 @@ class BalancedRouting(Routing):
         twice."""
 
     def route(self, layer: int, probabilities: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
-        """Choose as `inner` does; the returned scores also pass on the gradient of the balance loss."""
+        """Choose the same experts as `inner`. In the backward pass, the returned scores also get the gradient of
+        the balance loss."""
         probabilities, experts = self._inner.route(layer, probabilities, per_token)
         counts = self._count(experts, probabilities.shape[1])
         slopes = self._find_slopes(counts)
         if layer not in self._counted:
             self._counted.add(layer)
             self._counts.chosen[layer] += counts.sum(0)
-            # On a GPU, a sum over tokens has a fixed order, but a scatter-add by sequence does not.
+            # A GPU's sum over tokens has a fixed order. A scatter-add by sequence would not.
             scores = probabilities.detach()
             losses = (scores * slopes[self._rows]).sum(1, dtype=torch.float64) / scores.sum(1)
             self._counts.losses[layer] += losses.sum()

@@ -35,10 +35,10 @@ one stage has both ends, the head also needs the embedding's parameters."""
 
 
 class SectionHooks:
-    """Hooks that a forward pass calls at the borders of sections. The hooks of this class do nothing.
+    """Hooks that a forward pass calls at the start and the end of each section. The hooks of this class do nothing.
 
-    The head is entered with the hidden states before the final norm. It is never left, since its outputs are
-    computed later, by `compute_logprobs` for example.
+    The head is entered with the hidden states before the final norm. `leave` is not called for the head, because
+    its outputs are computed later (for example, by `compute_logprobs`).
     """
 
     def enter(self, section: Section, x: Tensor) -> Tensor:
@@ -227,7 +227,8 @@ class Transformer(nn.Module):
         return self._run_layers(x, positions, attend, tp, weights, routing)
 
     def _make_tp(self, packing: Packing) -> TensorParallel:
-        """Make the TP communication of training and inference; prefill and decoding do not divide tokens."""
+        """Make the TP communication for training and inference. Prefill and decode steps make their own, because
+        they never use sequence parallelism."""
         return TensorParallel(self.tensor_group, len(packing.positions), self._sequence_parallel)
 
     def _repeat_kv_heads(self, qkv: Tensor) -> Tensor:
@@ -301,7 +302,8 @@ class Transformer(nn.Module):
         return self._table[: len(self.shard.vocabulary)]
 
     def compute_logits(self, hidden: Tensor, weights: DecodeWeights | None = None) -> Tensor:
-        """Compute unscaled logits over the whole vocabulary, without gradient. hidden: [N, H] -> [N, V] float32
+        """Compute logits over the whole vocabulary, at temperature 1 and without gradient. hidden: [N, H] -> [N, V]
+        float32
 
         `weights` are the matrices of decode steps, which may hold a packed copy of the head.
         """

@@ -2,7 +2,7 @@
 
 One kernel serves decode steps, prefills and training. It computes all scores of a query before the softmax, and
 sums weights and values in the order of the keys' positions. The result does not depend on where keys lie, how many
-keys a neighbour has, or which queries are read together.
+keys other queries have, or which queries are read together.
 
 A run consists of neighbouring rows that share keys. A unit of work is a key/value head of a run.
 """
@@ -104,7 +104,7 @@ def _add_values(
 
 @numba.njit(inline="always")
 def _attend(work: Work, k: Any, v: Any) -> None:
-    """Compute `attend_runs_float32` with keys and values of either type."""
+    """Implement `attend_runs_float32` and `attend_runs_bfloat16`."""
     shared_lengths, own_lengths = int_row(work, 4, 0), int_row(work, 6, 0)
     starts = int_row(work, 7, 0)
     heads, kv_heads, dim = int(number(work, 8)), int(number(work, 9)), int(number(work, 10))

@@ -161,7 +161,7 @@ def _weigh(
 
 @numba.njit(inline="always")
 def _attend(work: Work, k: Any, v: Any) -> None:
-    """Compute `attend_float32` with keys and values of either type."""
+    """Implement `attend_float32` and `attend_bfloat16`."""
     starts, prompt_lengths, own_lengths = int_row(work, 7, 0), int_row(work, 4, 0), int_row(work, 6, 0)
     heads, kv_heads, dim, most = (
         int(number(work, 8)),

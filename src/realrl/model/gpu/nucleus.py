@@ -15,7 +15,7 @@ def _top_p_kernel(probabilities, kept, columns, share, BLOCK: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * columns
     digit = tl.arange(0, 16).to(tl.uint32)
     # Non-negative floats are ordered like their bits. Find, four bits at a time, the largest threshold such that
-    # all probabilities from it upwards sum to the share.
+    # all probabilities from it upwards sum to at least the share.
     lowest = tl.full([], 0, tl.uint32)
     target = tl.full([], 0.0, tl.float64)
     larger = tl.full([], 0.0, tl.float64)  # in the end, the sum of the probabilities above `lowest`
