@@ -14,8 +14,8 @@ from realrl.layout.region import Region
 class LocalTensor:
     """A tensor as one rank stores it.
 
-    `shape` is the allocated shape. `region` is the part of the global tensor that fills it from the first row on,
-    with the same number of columns. It has fewer rows only if a vocabulary or a ZeRO-3 shard is padded.
+    `shape` is the allocated shape. `region` is the part of the global tensor that fills the allocated tensor, from
+    its first row on. It has the same columns. It has fewer rows only if a vocabulary or a ZeRO-3 shard is padded.
     """
 
     spec: TensorSpec

@@ -1,4 +1,5 @@
-"""Instructions of programs. Each names all ranks that execute it together, so that it can be read on its own."""
+"""Instructions of programs. Each instruction names all ranks that execute it together, so that it can be read on
+its own."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -23,8 +24,8 @@ class Reallocate:
     """Reallocate a role's parameter set from the layout of `source` to the layout of `target`, on the ranks of
     both.
 
-    With `mix` this is an EMA update of the role `into`, whose set is already in the layout of `target`. The set
-    becomes (1 - mix) * old + mix * received.
+    With `mix`, the instruction is an EMA update of the role `into`, whose set is already in the layout of `target`.
+    The set becomes (1 - mix) * old + mix * received.
     """
 
     role: str

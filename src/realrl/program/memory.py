@@ -113,7 +113,7 @@ class Memory:
         self._shared = shared
         self.stored, self._homes, self._offloaded, self._kept = stored, homes, offloaded, kept
         self.holders = find_holders(list_sharers(stored), homes)
-        """Role whose set `base` shares memory with other roles at home -> the role that holds this memory."""
+        """Role whose set `base` shares memory with other roles between steps -> the role that holds this memory."""
         self._layouts: dict[tuple[str, str, str], Layout] = {}
         self._numbers: dict[tuple[str, str, str, tuple[int, ...]], int] = {}
 
@@ -169,7 +169,7 @@ class Memory:
     def _items(
         self, role: str, placement: Placement, state: StateKind, rank: int, *, host: bool = False
     ) -> dict[HeldState, int]:
-        """Count one kind of state for every parameter set of a role."""
+        """Count the bytes of one kind of state for every parameter set of a role."""
         found: dict[HeldState, int] = {}
         for name in self.stored[role].sets if role in self.stored else ():
             elsewhere = name == BASE and self.holders.get(role, role) != role
@@ -270,8 +270,8 @@ def order_sharers(bases: Mapping[str, str | None], heads: Mapping[str, Head]) ->
 
 
 def find_holders(sharers: Iterable[tuple[str, ...]], homes: Mapping[str, Placement]) -> dict[str, str]:
-    """For each role that shares its set `base` at home, find the role that holds the set, which may be the role
-    itself. Roles share the set if their homes have the same layout; other roles are left out."""
+    """For each role that shares its set `base` between steps, find the role that holds the set, which may be the
+    role itself. Roles share the set if their home placements have the same layout. Other roles are left out."""
     holders: dict[str, str] = {}
     for group in sharers:
         at_home: dict[str, list[str]] = {}

@@ -18,7 +18,8 @@ from realrl.program.order import changes, dependents, dividing_keys, length_call
 
 
 class Phase(IntEnum):
-    """Phases of a wave of calls; ranks execute them in this order."""
+    """Phases of a wave (calls that share no device and do not wait for each other). Ranks execute them in this
+    order. A follower is a role whose parameters are a moving average of a trained role's parameters."""
 
     START = 0
     """A function starts on the host. It comes first, so that it runs at the same time as the other phases."""
@@ -33,7 +34,7 @@ class Phase(IntEnum):
     HAND_ON_COLLECTED = 7
     LOAD_FOLLOWER = 8
     UPDATE_FOLLOWER = 9
-    """A role that is a moving average of another role is updated."""
+    """A follower is updated after its source was trained."""
     REFRESH = 10
     """A kept copy gets the parameters that a call changed."""
     OFFLOAD_CHANGED = 11
@@ -79,11 +80,12 @@ class Activity:
 
     phase: Phase
     call: int
-    """The call to whose wave the activity belongs; outputs of a function are collected in a later wave."""
+    """The call in whose wave the activity takes place. But outputs of a function are collected in a later wave."""
     home: int
-    """Row of the home of its role; for a function, the function itself."""
+    """Row of the home placement, which holds the role's parameters between steps; for a function, the row of the
+    function itself."""
     target: int
-    """Row of the placement that its parameters move to; `home` if they stay."""
+    """Row of the placement that the parameters move to; `home` if they do not move."""
     average: MovingAverage | None = None
     number: int = 0
     """Index of `average` in the graph."""
@@ -96,19 +98,19 @@ class Activity:
 
     @property
     def allocates(self) -> int | None:
-        """Row whose devices get the parameters that it allocates; a later activity frees them."""
+        """Row of the devices on which the activity allocates parameters, until a later activity frees them."""
         return self.target if self.phase in _ALLOCATING else None
 
     @property
     def frees(self) -> int | None:
-        """Row whose devices held the parameters that it frees."""
+        """Row of the devices on which the activity frees parameters."""
         if self.phase not in _FREEING:
             return None
         return self.call if self.phase is Phase.RELEASE else self.home
 
     @property
     def together(self) -> bool:
-        """Whether all its ranks start together; ranks execute other activities on their own."""
+        """Whether all ranks of the activity start it together. Ranks execute other activities independently."""
         return self.phase in _TOGETHER
 
 
@@ -278,7 +280,7 @@ class StepFacts:
         self.wave = self._waves()
         """Wave of each call, [calls, plans]. Calls of a wave share no device and do not wait for each other."""
         self.away = decisions.code[:n] != decisions.code[step.home]
-        """Whether a call runs in another layout than its role's home, [calls, plans]."""
+        """Whether a call runs in another layout than the home layout of its role, [calls, plans]."""
         self.borrowed = self.away & ~decisions.kept[:n]
         """Whether a call uses a copy that is made for this step, [calls, plans]."""
 

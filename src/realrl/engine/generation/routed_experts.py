@@ -13,8 +13,8 @@ from realrl.engine.model import Model
 from realrl.model.routing import EXPERT_DTYPE, NONE_CHOSEN
 
 _MESSAGE_BYTES = 64 << 20
-"""Most bytes that the stages of a pipeline exchange in one message. A row with more bytes gets a message of its
-own."""
+"""Maximum number of bytes that the stages of a pipeline exchange in one message. A row with more bytes gets a
+message of its own."""
 
 
 class RoutedExperts:

@@ -101,8 +101,8 @@ class RowBuffers:
         return sum(tensor.nbytes for tensor in (*self._device.values(), *of_steps))
 
     def arrange(self, turn: DecodeTurn, last_tokens: Sequence[int], keys: Sequence[int]) -> None:
-        """Write the changes of a turn. `last_tokens` has the last token of each prompt, `keys` the key of each
-        row's sampling noise."""
+        """Write the rows that a turn changes into the buffers. `last_tokens` has the last token of each prompt,
+        `keys` the key of each row's sampling noise."""
         arrays = self._arrays
         rows = turn.rows
         if turn.rearranged:

@@ -16,8 +16,8 @@ _BISECTIONS = 30
 
 
 def keep_top_k(probabilities: Tensor, count: int) -> Tensor:
-    """Zero all but the `count` largest probabilities of each row; probabilities equal to the smallest of these are
-    kept. [B, V]"""
+    """Zero all but the `count` largest probabilities of each row. Ties with the smallest of them are kept too.
+    [B, V]"""
     if not 0 < count < probabilities.shape[-1]:
         return probabilities
     kept: Tensor = _restrict_to_top_k(probabilities, count)
@@ -53,7 +53,7 @@ def _restrict_to_top_p(probabilities: Tensor, share: float) -> Tensor:
     target = share * probabilities.sum(-1, keepdim=True, dtype=torch.float64)
     lowest = torch.zeros_like(bits[:, :1])
     highest = bits.amax(-1, keepdim=True)
-    # Find the largest threshold such that all probabilities from it upwards sum to the share.
+    # Find the largest threshold such that all probabilities from it upwards sum to at least the share.
     for _ in range(_BISECTIONS):
         middle = highest - (highest - lowest) // 2
         enough = _sum_where(bits >= middle, probabilities) >= target

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from realrl.layout.kv_blocks import REPLACED_TOGETHER, CacheSize, count_blocks, count_prompt_blocks
 
 SCRATCH = 0
-"""Block that no row owns. Rows that have no place write to it, and its content is never used."""
+"""Block that no row owns. Rows that only pad a graph, and finished rows, write to it. Its content is never used."""
 
 
 class BlockPool:
@@ -209,9 +209,9 @@ class Scheduler:
             row.prompt.blocks = []
 
     def _admit(self, running: list[DecodeRow]) -> tuple[list[RowPrefill], bool]:
-        """Admit waiting rows while there are slots and blocks, up to one forward pass of prefill.
+        """Admit waiting rows while there are slots and blocks, until one prefill pass is full.
 
-        Returns the prefills, and whether more rows could be admitted.
+        Returns the prefills, and whether more rows could be admitted with another prefill pass.
         """
         queue = self._queue
         slots = self._limit - len(running)

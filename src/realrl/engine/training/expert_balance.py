@@ -28,7 +28,8 @@ class ExpertBalance:
         self._sequences = 0
 
     def route(self, inner: Routing, packing: Packing, sequences: Tensor) -> Routing:
-        """Let `inner` choose the experts of a micro-batch, in its forward pass and its recomputation.
+        """Wrap the routing `inner` of a micro-batch, so that it also counts and balances experts. The result serves
+        the forward pass and its recomputation.
 
         `sequences` is the number of sequences of the mini-batch on all data-parallel ranks.
         """

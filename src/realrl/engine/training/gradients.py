@@ -55,10 +55,10 @@ class Accumulation:
         raise NotImplementedError
 
     def spread(self) -> None:
-        """Copy updated parameters to the memory that the model computes with, if the optimizer has not."""
+        """Copy updated parameters to the memory that the model computes with, if the optimizer does not do so."""
 
     def adopt(self) -> None:
-        """Take over parameters that were set from outside, if the optimizer does not."""
+        """Take over parameters that were set from outside, if the optimizer does not do so."""
 
 
 def list_late_tensors(model: Model, trained: LocalSet) -> set[str]:
@@ -127,7 +127,7 @@ def _sum_all_shared_heads(model: Model, gradients: FlatBuffer) -> None:
 
 
 def _sum_partial(model: Model, gradients: FlatBuffer) -> dict[str, Tensor]:
-    """Sum the gradients of which each TP rank has only a part. -> flat tensors by name"""
+    """Sum, over TP ranks, the gradients that are only partial on each rank. -> flat tensors by name"""
     parts = {spec.name: gradients[spec.name] for spec in gradients.tensors if _is_partial(model, spec)}
     if not parts:
         return {}

@@ -157,8 +157,8 @@ class ShardedAdamW:
             for buckets in (range(first, end) for first, end in pairwise(bounds))
             if buckets
         }
-        """Pieces of each group of buckets by kind, in the order of the updates. A piece has weight decay, or none,
-        or it belongs to the scalar head, which has its own learning rate."""
+        """Pieces of each group of buckets, in the order of the updates, by kind. The kinds are pieces with weight
+        decay, pieces without it, and pieces of the scalar head, which has its own learning rate."""
         self._reducing: dict[int, dist.Work | None] = {}
 
     @property

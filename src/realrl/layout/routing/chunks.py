@@ -61,7 +61,7 @@ class RankSchedule:
     """(Span in the source buffer, span in the target buffer) of each copy."""
     messages: tuple[PackedTransfer, ...]
     digests: dict[str, str]
-    """`SENDER-RECEIVER` -> hash of everything that the two exchange, equal on both ranks."""
+    """`SENDER-RECEIVER` -> hash of everything that the two ranks exchange. Both ranks compute the same hash."""
 
 
 class Storage:

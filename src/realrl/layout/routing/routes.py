@@ -20,8 +20,8 @@ time."""
 
 @dataclass(frozen=True, order=True)
 class Transfer:
-    """A region that is sent from one rank to another. In stage 0 the sender holds it in the source layout. In
-    later stages it received it in an earlier stage."""
+    """A region that is sent from one rank to another. In stage 0, the sender holds the region in the source layout.
+    In later stages, it has received the region in an earlier stage."""
 
     stage: int
     sender: int

@@ -17,7 +17,8 @@ from realrl.layout.routing.region_groups import RegionGroup
 from realrl.plan.cluster import Cluster, Links
 
 Shares = dict[int, float]
-"""Node or rank -> its share. Shares are relative to their sum, fractions to the elements of the group."""
+"""Node or rank -> its share. Values called shares are relative to their sum. Values called fractions are relative
+to the elements of the group."""
 
 OUTSIDE = -1
 """Stands for all other nodes in a list of the ranks of a node."""
@@ -45,8 +46,7 @@ class TransferRoute:
     local_forwarders: dict[int, Shares] = field(default_factory=dict)
     """Node with holders -> receiver -> the fraction that it forwards to all other receivers of the node."""
     remote_fraction: dict[int, float] = field(default_factory=dict)
-    """Node with holders -> the fraction that comes from other nodes although the node has holders, because these
-    are busy."""
+    """Node with holders -> the fraction that comes from other nodes, because the holders in this node are busy."""
     remote_sources: dict[int, Shares] = field(default_factory=dict)
     """Node with holders -> holder in another node -> its share of the remote fraction."""
 
