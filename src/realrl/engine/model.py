@@ -102,8 +102,8 @@ class Model:
         return ShardedPasses(self.shard, self.gathered, tied=tied)
 
     def agree_on_passes(self, count: int) -> int:
-        """Find the largest `count` of all data-parallel ranks. All of them then take part in this number of
-        passes."""
+        """Return the largest `count` of all data-parallel ranks. All of these ranks then take part in this number
+        of passes."""
         found = torch.tensor(float(count), device=self.device)
         return int(self.groups.data.max(found))
 

@@ -1,6 +1,7 @@
 """Kernels of other packages that replace built-in ones on a GPU: FlashAttention 4 and FlashInfer.
 
-Both are registered with torch's dispatcher for the whole process, so callers of the operators need no change.
+Both packages are registered with torch's dispatcher for the whole process, so callers of the operators need no
+change.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping

@@ -18,8 +18,8 @@ _NO_TOKEN = -1
 
 @dataclass(frozen=True, eq=False)
 class SampledItems:
-    """Items with sampled sequences and the experts chosen for them, in host memory, which has more room than a
-    GPU."""
+    """Items with sampled sequences, and the experts that were chosen for these sequences. They are in host memory,
+    which has more room than a GPU."""
 
     batch: Batch
     """Sequences and experts of all items."""
@@ -39,7 +39,7 @@ class SampledItems:
         return tuple(made.experts for made in self.replays if made is not None)
 
     def select(self, positions: Sequence[int]) -> "SampledItems":
-        """Select items by their positions among the selected items."""
+        """Select some of the items that are selected now. `positions` are positions among them."""
         return replace(self, positions=[self.positions[i] for i in positions])
 
     def make_routing(self, shard: Shard, rows: Ragged, packing: Packing) -> Routing:

@@ -137,7 +137,7 @@ class GatheredParameters:
         self._arriving[section] = []
 
     def store(self, section: Section) -> None:
-        """Copy this rank's rows from a gathered section that has changed."""
+        """Copy this rank's rows of a gathered section, which has changed, to the memory that stores them."""
         for buffer, held in self._sections.get(section, ()):
             for names in buffer.stacks:
                 mine = held.buffer.fused(*names).view(-1)

@@ -165,7 +165,7 @@ def make_adapters(
     """Register the adapters' parameters in a layer, and return its adapters, keyed by the `id` of their matrix.
 
     `tensors` lists the tensors that each matrix is stacked from; `weights(name)` returns this rank's rows of a
-    tensor. `parameter` returns an adapter's tensor, or None if this rank does not have it.
+    tensor. `parameter(name)` returns a tensor of an adapter, or None if this rank does not have it.
     """
     found = {}
     for matrix, parts in tensors.items():

@@ -86,7 +86,7 @@ def _attend_padded(qkv: Tensor, padded: PaddedHeads, rule: AttentionRule) -> Ten
 
 @dataclass(frozen=True, eq=False)
 class _Attention:
-    """Everything that attention depends on, except its tensors."""
+    """Arguments of the functions below that autograd does not track."""
 
     packing: Packing
     heads: int
@@ -233,7 +233,7 @@ def varlen_attention(
 
 
 def split_heads(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """View the queries [T, heads, D], keys and values [T, kv_heads, D]."""
+    """View `qkv` as queries [T, heads, D], keys and values [T, kv_heads, D]."""
     q, k, v = qkv.view(len(qkv), heads + 2 * kv_heads, -1).split((heads, kv_heads, kv_heads), 1)
     return q, k, v
 

@@ -1,4 +1,5 @@
-"""Log-probabilities of tokens on a GPU: logits are computed in chunks, and only their sums are kept."""
+"""Log-probabilities of tokens on a GPU: logits are computed in chunks, and each chunk is reduced to sums before the
+next one."""
 
 from typing import Any
 
@@ -15,10 +16,10 @@ from realrl.model.logprobs import LogprobOptions
 class TokenLogprobs(Function):
     """Log-probabilities of the targets, and entropies; arguments as for `logprobs.compute_token_logprobs`.
 
-    The backward pass recomputes the logits. This is a fourth product, in addition to three that cannot be avoided:
-    the logits, the gradient of the hidden states, and the gradient of the table. The gradient of a token's logits
-    depends on the loss, which is known only after the forward pass. Keeping the logits until then would take memory
-    for [N, V] numbers.
+    If there are several chunks, the backward pass recomputes the logits. This is a fourth product, in addition to
+    three that cannot be avoided: the logits, the gradient of the hidden states, and the gradient of the table. The
+    gradient of a token's logits depends on the loss, which is known only after the forward pass. Keeping the logits
+    until then would take memory for [N, V] numbers.
     """
 
     @staticmethod
@@ -103,7 +104,7 @@ def _select(values: Tensor, targets: Tensor, rows: int) -> Tensor:
 
 
 def _merge_ranks(log_sums: Tensor, means: Tensor | None, group: Group) -> tuple[Tensor, Tensor | None]:
-    """Combine the log-sums and means of all ranks, each over its own columns of the logits. [N] each"""
+    """Combine the log-sums and means that each rank has computed over its own columns of the logits. [N] each"""
     if group.size == 1:
         return log_sums, means
     highest = group.max(log_sums.clone())

@@ -30,11 +30,11 @@ class ExpertBlock:
     """A layer's experts and their router. A tensor-parallel rank holds a part of the units of each expert."""
 
     router: Tensor
-    """[E, H]"""
+    """Matrix of the router. [E, H]"""
     gate_up: Tensor
     """Gate and up matrices of the experts, stacked. [E * 2 * units, H]"""
     down: Tensor
-    """[E * H, units]"""
+    """Down matrices of the experts, stacked. [E * H, units]"""
     mixture: Mixture
     activation: Activation
     layer: int
@@ -304,7 +304,7 @@ class Layer(nn.Module):
     ) -> Tensor:
         """Add the bias to a block's output, then normalize and scale it. TP ranks have already summed the output.
 
-        The bias comes after this sum. Before the sum, every rank would add it.
+        If the bias were added before this sum, every rank would add it.
         """
         if bias is not None:
             block = block + bias

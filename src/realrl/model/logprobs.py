@@ -199,8 +199,8 @@ def compute_token_logprobs(
     hidden: [N, H]. table: [P, H], a parameter: its first `rows` rows are this rank's part of the vocabulary, the
     other rows are padding; P is the same on every rank of `group`. bias: [P] or None. targets: [N, m] int64,
     counted from this rank's first row. -> [N, m] float32, and [N] float32 without gradient; the same on every rank.
-    The gradient of `hidden` on each rank is a summand of a sum over the group. The table's gradient is added to
-    `table.grad` (`ops.find_gradient`).
+    Each rank computes a part of the gradient of `hidden`, which must be summed over the group. The table's gradient
+    is added to `table.grad` (`ops.find_gradient`).
     """
     options = LogprobOptions(
         temperature, entropy, group, rows, products, size=_chunk_size(hidden, table), cap=cap
@@ -244,8 +244,8 @@ def find_likeliest_tokens(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute log-probabilities of the targets, and of the `count` likeliest tokens, best first.
 
-    Arguments as for `compute_token_logprobs`; `first` is the token of this rank's first row. -> [N, m] float32 at
-    the targets, [N, count] int64 tokens, and [N, count] float32, without gradient and the same on every rank.
+    Arguments as for `compute_token_logprobs`; `first` is the token id of this rank's first row. -> [N, m] float32
+    at the targets, [N, count] int64 tokens, and [N, count] float32, without gradient and the same on every rank.
     """
     size = _chunk_size(hidden, table)
     weight, bias = _cut_padding(table, bias, rows)

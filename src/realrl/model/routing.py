@@ -82,8 +82,9 @@ class BalancedRouting(Routing):
     The balance loss of a sequence of T tokens in a layer is E * sum over experts e of f_e * P_e. f_e is the number
     of its tokens that chose e, divided by T; P_e is the mean probability of e (Switch Transformer, arXiv
     2101.03961, equations 4 to 6; per sequence as in DeepSeek-V3, arXiv 2412.19437, equations 17 to 20). If all
-    experts are used equally, the loss is k, the number of experts per token. Choices are constants, so the loss is
-    linear in the probabilities. Scores that do not add up to 1 are divided by their sum, as in DeepSeek-V3.
+    experts are used equally, the loss is k, the number of experts per token. The gradient treats choices as
+    constants, so the loss is linear in the probabilities. Scores that do not add up to 1 are divided by their sum,
+    as in DeepSeek-V3.
     """
 
     def __init__(
@@ -95,8 +96,9 @@ class BalancedRouting(Routing):
         lengths: Tensor,
         coefficient: Tensor | None,
     ) -> None:
-        """rows: [T], the sequence of each token. lengths: [B], the tokens of each sequence. `coefficient`, a
-        scalar, is the factor of each sequence's balance loss in the trained loss; None leaves the loss out."""
+        """rows: [T], the sequence of each token. lengths: [B], the number of tokens of each sequence.
+        `coefficient`, a scalar, is the factor of each sequence's balance loss in the trained loss; None leaves the
+        loss out."""
         self._inner, self._counts, self._coefficient = inner, counts, coefficient
         self._rows, self._lengths = rows, lengths
         self._counted: set[int] = set()

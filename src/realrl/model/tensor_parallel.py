@@ -19,10 +19,10 @@ from realrl.model.group import Group, all_gather, reduce_scatter
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """TP ranks of a forward pass over `tokens` tokens in all.
+    """Communication of the TP ranks in a forward pass over `tokens` tokens.
 
-    Between layers each rank holds the hidden states of all tokens. With `sequence_parallel` it holds an equal part:
-    ceil(tokens / size) rows, padded at the end.
+    Between layers, each rank holds the hidden states of all tokens. With `sequence_parallel`, it holds an equal
+    part: ceil(tokens / size) rows, padded at the end.
     """
 
     group: Group
@@ -58,7 +58,8 @@ class TensorParallel:
         )
 
     def own_rows(self, values: Tensor) -> Tensor:
-        """Select the values of the tokens whose hidden states this rank holds. [tokens] -> [rows], padded by 0"""
+        """Select the values of the tokens whose hidden states this rank holds. [tokens] -> [rows], padded with
+        zeros"""
         if self.group.size == 1 or not self.sequence_parallel:
             return values
         rows = -(-self.tokens // self.group.size)

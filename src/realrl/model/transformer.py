@@ -31,7 +31,7 @@ from realrl.model.tensor_parallel import TensorParallel
 
 Section = int | Literal["embedding", "head"]
 """The embedding, a layer (by its number in the stage), or the final norm with the head. If embeddings are tied and
-one stage has both ends, the head also needs the embedding's parameters."""
+one stage has both embedding and head, the head also needs the embedding's parameters."""
 
 
 class SectionHooks:
@@ -57,8 +57,8 @@ AttentionFunction = Callable[[int, Tensor, AttentionRule], Tensor]
 class Transformer(nn.Module):
     """Decoder, or one rank's shard of it. Its parameters are views of memory that other objects own.
 
-    `weights(*names)` returns a view of the rank's rows of these global tensors, stacked. `sources` maps each
-    parameter's name to the global tensors that it is stacked from. `tensor_group` has the ranks with the
+    `weights(*names)` returns a view of the rank's rows of the global tensors with these names, stacked. `sources`
+    maps each parameter's name to the global tensors that it is stacked from. `tensor_group` has the ranks with the
     tensor-parallel shards of this stage. `products` determines how matrices are multiplied.
     """
 

@@ -1,7 +1,7 @@
 """Axes of a mesh: what the ranks along each axis divide among themselves, and how coordinates number the ranks.
 
-Only this module lists the axes. Strategies, plan files, process groups, layouts and the planner derive from it. A
-new axis needs one entry here, and the code that uses it.
+Only this module lists the axes. Strategies, plan files, process groups, layouts and the planner derive from its
+list. A new axis needs one entry here, and the code that uses it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -108,7 +108,7 @@ def list_communicators(rank_sets: RankSets, world: int) -> tuple[Communicator, .
     """List the communicators for groups; the first is the communicator of all ranks, which reallocates parameters.
     Groups of the same ranks share one communicator.
 
-    Both directions of a pipeline also share one, because NCCL delivers in the order of posting; see
+    Both directions of a pipeline also share one communicator, because NCCL delivers in the order of posting; see
     `engine.pipeline`. Groups of all ranks share the communicator of all ranks if it has enough thread blocks.
     """
     everyone = tuple(range(world))

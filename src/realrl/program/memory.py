@@ -44,7 +44,7 @@ class StoredModel:
     trained: bool
     part: TrainablePart = WHOLE
     exact: bool = False
-    """Whether a forward pass computes the same for a token at every place in a batch (`exact` of a recipe)."""
+    """Whether a token's result in a forward pass is the same at every place in a batch (`exact` of a recipe)."""
     base: str | None = None
     """Name of the frozen weights in the set `base`, if roles with the same weights can share their memory."""
 
@@ -76,7 +76,7 @@ class HeldState:
     layout: str
     state: StateKind
     host: bool = False
-    """Whether it is the host copy of offloaded state, on devices that use the host's memory."""
+    """Whether this is the host copy of offloaded state, on devices that use the host's memory."""
     parameter_set: str = BASE
 
     def __str__(self) -> str:
@@ -127,7 +127,7 @@ class Memory:
 
     @property
     def resting(self) -> tuple[Placement, ...]:
-        """Placements that hold state between steps: homes and kept copies."""
+        """Placements that hold state between steps: home placements and those of kept copies."""
         return (*self._homes.values(), *(copy for copies in self._kept.values() for copy in copies))
 
     def at_rest(self, rank: int) -> Holdings:
@@ -242,9 +242,9 @@ def count_training_state(zero: int, dp: Any, elements: Any, element_bytes: int) 
     """Count the bytes of gradients and optimizer state on a rank that accumulates the gradients of `elements`
     parameters.
 
-    Under ZeRO-1 these are all parameters that the rank computes with, otherwise the parameters that it updates.
-    `element_bytes` is the width of a parameter. Float32 master weights exist for narrower parameters, and under
-    ZeRO-2, which updates a copy of a rank's part.
+    Under ZeRO-1, `elements` counts all parameters that the rank computes with; otherwise, only the parameters that
+    it updates. `element_bytes` is the width of a parameter. Float32 master weights exist for narrower parameters,
+    and under ZeRO-2, which updates a copy of a rank's part.
     """
     masters = element_bytes < _FLOAT32 or zero == 2
     parts, divisor = 2 + masters, dp if zero == 1 else 1
@@ -296,7 +296,7 @@ def check_offloading(plan: Plan, holders: Mapping[str, str]) -> None:
 
 
 EarlyLoads = Mapping[int, tuple[Load, ...]]
-"""Position of a call in a program -> later loads that may start with it."""
+"""Position of a call in a program -> later loads that may start together with the call."""
 
 
 def find_early_loads(program: Program, memory: Memory, needed: Mapping[str, int], limit: int) -> EarlyLoads:

@@ -124,7 +124,7 @@ class StepGraph:
     of the graph."""
 
     def __init__(self, graph: DataflowGraph, homes: Mapping[str, int], done: Collection[str] = ()) -> None:
-        """`homes` maps each role to the row of its home. `done` are calls that have already run."""
+        """`homes` maps each role to the row of its home placement. `done` are calls that have already run."""
         self.graph = graph
         self.calls = graph.order
         self.number = {call.name: i for i, call in enumerate(self.calls)}
@@ -258,7 +258,7 @@ def _shares(graph: DataflowGraph, first: Call, second: Call) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Decisions:
-    """Decisions of plans, [rows, plans]. The first rows are the calls; rows of homes may follow."""
+    """Decisions of plans, [rows, plans]. The first rows are the calls; rows of home placements may follow."""
 
     first: Ints
     """First rank of the mesh; its ranks are `first` to `end` - 1."""
@@ -268,7 +268,7 @@ class Decisions:
     kept: Bools
     """Whether the plan keeps the copies of the call's role, or at least the copy in the call's layout."""
     offloaded: Bools
-    """Whether the parameters of the role with this home are in host memory between their uses."""
+    """Whether the parameters of the row's role are in host memory between their uses."""
 
 
 class StepFacts:
@@ -364,7 +364,7 @@ class StepFacts:
         return ~away[c] & ~self._any(same_wave[p] & ~away[p] for p in same_wave if p < c)
 
     def _loads(self, c: int) -> Bools:
-        """Find which plans need the parameters at the home of call `c`'s role."""
+        """Find which plans need the parameters of call `c`'s role in its home layout."""
         return ~self.away[c] | self.borrowed[c] & ~self._meets(c, self.step.sharers[c])
 
     def _meets(self, c: int, others: list[int]) -> Bools:

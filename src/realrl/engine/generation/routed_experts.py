@@ -24,8 +24,8 @@ class RoutedExperts:
         """`record` is the cache's tensor, [layers, blocks, BLOCK_TOKENS, k]."""
         self._record = record.flatten(1, 2)
         self._own: defaultdict[int, list[Tensor]] = defaultdict(list)
-        """Experts of each row's own segment, in the parts that were read at preemptions and at the end, [n, layers,
-        k] each."""
+        """Experts of each row's own segment. A part is read at each preemption of the row, and when it is finished.
+        [n, layers, k] each"""
         self._prompts: dict[int, Tensor] = {}
         """Experts of the prompt's segment, for each finished row."""
 

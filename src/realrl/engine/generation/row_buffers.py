@@ -15,7 +15,7 @@ from realrl.model.paged_attention import CachedRows
 
 @dataclass(frozen=True, eq=False)
 class BufferedRows:
-    """The first B rows of the buffers, as views: everything that a decode step uses, at fixed addresses."""
+    """Views of the first B rows of the buffers: all inputs and outputs of a decode step, at fixed addresses."""
 
     cached: CachedRows
     tokens: Tensor

@@ -93,7 +93,7 @@ class Sampler:
         self._forbids = sampling.min_new_tokens > 0 and len(stop_token_ids) > 0
 
     def sample(self, logits: Tensor, positions: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Sample a token per row; it depends only on the row's logits and noise.
+        """Sample a token per row. Each token depends only on the logits and the noise of its row.
 
         logits: [B, V] float32; positions: [B], index of each token in its continuation; noise: [B] float64 in [0,
         1).

@@ -74,7 +74,7 @@ class RowPrefill:
     """Tokens that are computed before `row` is decoded: its prompt and generated tokens, except the newest token.
 
     Keys and values at positions `first` to `length` - 1 are stored; running rows of the prompt have already stored
-    those at earlier positions.
+    keys and values at earlier positions.
     """
 
     row: DecodeRow

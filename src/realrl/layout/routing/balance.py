@@ -29,8 +29,8 @@ class Capacity:
 def balance(tasks: Sequence[Task], floor: float, capacity: Capacity | None = None) -> list[dict[int, float]]:
     """Distribute each task over its options. Returns a mapping option -> amount for each task, without zeros.
 
-    The largest load (work over speed) is as small as possible, or at most `floor` if that is larger. Loads up to
-    the floor cost nothing, so a few large shares are preferred to many equal ones. Tasks with the same options are
+    The largest load (work / speed) is as small as possible, or at most `floor` if that is larger. Loads up to the
+    floor cost nothing, so a few large shares are preferred to many equal ones. Tasks with the same options are
     distributed one after the other, so that most tasks go to a single option.
     """
     groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
@@ -69,7 +69,7 @@ def _deal(works: Sequence[float], shares: dict[int, float]) -> Iterable[dict[int
 
 
 class _Shared:
-    """Loads and shares during balancing."""
+    """Loads of the options, and shares of the pools, while work is balanced."""
 
     def __init__(self, pools: Sequence[Task], floor: float, capacity: Capacity) -> None:
         self.pools = pools

@@ -1,4 +1,5 @@
-"""The hops of a transfer route: which slices of a region group go from rank to rank."""
+"""The hops of a transfer route: which slices of a region group go from rank to rank. A region group has all regions
+with the same source ranks and the same target ranks."""
 
 from collections.abc import Iterator
 from itertools import pairwise

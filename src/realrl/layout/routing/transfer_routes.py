@@ -1,4 +1,5 @@
-"""Choose the senders of every region group so that the load of the busiest port is as small as possible.
+"""Choose the senders of every region group so that the load of the busiest port is as small as possible. A region
+group has all regions with the same source ranks and the same target ranks.
 
 Every receiver gets each byte exactly once, and a node receives it from outside at most once. So the loads of
 in-ports are fixed, and only the choice of senders is free. Two kinds of work are balanced: a holder must send the

@@ -47,7 +47,7 @@ class Products:
 
     @property
     def packs(self) -> bool:
-        """Whether decode steps on a CPU use packed weights. Exact products do, because the kernel for packed
+        """Whether decode steps on a CPU use packed weights. Exact products use them, because the kernel for packed
         weights is the exact one."""
         return self.packed or self.exact
 

@@ -133,7 +133,7 @@ SILU, GELU, GELU_TANH = range(3)
 
 @row_kernel(outputs=1)
 def activate_forward(work: Work) -> None:
-    """Compute an activation: x [N, I], its number -> out [N, I].
+    """Compute an activation: x [N, I], number of the activation -> out [N, I].
 
     If x is [N, 2 I], the result is the activation of each row's first half times its second half.
     """
@@ -161,7 +161,8 @@ def activate_forward(work: Work) -> None:
 
 @row_kernel(outputs=1)
 def activate_backward(work: Work) -> None:
-    """Differentiate `activate_forward`: x [N, I] or [N, 2 I], the number, grad [N, I] -> grad_x, as wide as x."""
+    """Differentiate `activate_forward`: x [N, I] or [N, 2 I], number of the activation, grad [N, I] -> grad_x, as
+    wide as x."""
     kind = int(number(work, 1))
     first, last = claim(work)
     while first < last:

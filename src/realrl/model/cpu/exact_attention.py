@@ -191,7 +191,8 @@ def attend_runs_float32(work: Work) -> None:
         q [N, heads * D or more]; all keys and all values as vectors;
         shared tables [runs, any], shared lengths [N]; own tables [N, any], own lengths [N];
         first row of each run and N [runs + 1]; heads, kv_heads, D, most rows of a run, most keys of a row;
-        window (tokens that a token sees, with itself), cap of scores (0 for none), sinks [heads] (-inf for none)
+        window (tokens that a token sees, itself included), cap of scores (0 for none);
+        sinks [heads] (-inf for none)
         -> out [N, heads * D]
 
     Keys of a block are stored dim by dim, D x 16; values token by token, padded to whole vectors.

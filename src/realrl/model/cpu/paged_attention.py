@@ -276,7 +276,8 @@ def attend_float32(work: Work) -> None:
         qkv [B, (heads + 2 kv_heads) * D]; all keys and all values of a layer;
         prompt tables [B, blocks] and lengths [B]; own tables [B, blocks] and lengths [B] without the new token;
         first row of each prompt and B [prompts + 1]; heads, kv_heads, D, most rows of a prompt;
-        window (tokens that a token sees, with itself), cap of scores (0 for none), sinks [heads] (-inf for none)
+        window (tokens that a token sees, itself included), cap of scores (0 for none);
+        sinks [heads] (-inf for none)
         -> out [B, heads * D]
     """
     _attend(work, float_pointer(work, 1), float_pointer(work, 2))

@@ -81,7 +81,7 @@ _short_pointer = _make_pointer_function(ir.IntType(16), types.uint16)
 
 @intrinsic
 def as_float64(context, word):  # type: ignore[no-untyped-def]
-    """Interpret 64 bits as a float64 number; kernels get rows of float64 as int64."""
+    """Interpret 64 bits as a float64 number. Kernels receive float64 tensors as int64."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         return builder.bitcast(arguments[0], ir.DoubleType())
@@ -91,7 +91,8 @@ def as_float64(context, word):  # type: ignore[no-untyped-def]
 
 @numba.njit(inline="always")
 def claim(work: Work) -> tuple[int, int]:
-    """Take the next rows; returns the first row and the end. No rows are left if the two are equal."""
+    """Take the next rows. Returns the first row and the row after the last one. If the two are equal, no rows are
+    left."""
     first = min(_add_atomically(work, work[_CLAIM]), work[_ROWS])
     return first, min(first + work[_CLAIM], work[_ROWS])
 
@@ -133,7 +134,8 @@ def float_pointer(work: Work, argument: int) -> Any:
 
 @numba.njit(inline="always")
 def bfloat16_pointer(work: Work, argument: int) -> Any:
-    """Point to the first element of an int16 argument, the bits of bfloat16; kernels see them as uint16."""
+    """Point to the first element of an int16 argument that holds the bits of bfloat16 numbers. Kernels see them as
+    uint16."""
     return _short_pointer(work[_ARGUMENTS + _WORDS * argument])
 
 
@@ -168,7 +170,7 @@ def _rows_per_claim(width: int) -> int:
 
 
 def count_claims(rows: Tensor) -> int:
-    """Count the claims that a kernel makes of its first argument. rows: [N, width]"""
+    """Count the claims into which a kernel divides the rows of its first argument. rows: [N, width]"""
     return -(-len(rows) // _rows_per_claim(rows.shape[1]))
 
 

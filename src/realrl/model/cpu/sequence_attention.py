@@ -197,8 +197,8 @@ def attend_backward(work: Work) -> None:
     """Compute the gradient of `attend_forward`.
 
     Units of work are the same. Arguments: qkv, first token of each sequence and T, heads, kv_heads, D, longest,
-    window, cap as in `attend_forward`; out and sums as it returns them; gradient of out [T, heads * D] -> gradient
-    of qkv
+    window, cap as in `attend_forward`; out and sums as `attend_forward` returns them; gradient of out
+    [T, heads * D] -> gradient of qkv
     """
     qkv, starts = float_pointer(work, 0), int_row(work, 1, 0)
     heads, kv_heads, dim = int(number(work, 2)), int(number(work, 3)), int(number(work, 4))

@@ -15,7 +15,7 @@ from realrl.model.gpu.library import register_kernel
 from realrl.model.gpu.paged_attention import LOG2_E, product_type
 
 _ROWS, _COLUMNS, _DEPTH = 64, 64, 32
-"""Tile of every product: small enough for decode steps of few rows."""
+"""Rows, columns and depth of the tile of every product. The tile is small enough for decode steps of few rows."""
 _QUERIES = 16
 """Minimum number of queries of a program: the smallest tile of tensor cores. A program has more queries if more
 query heads share a key."""

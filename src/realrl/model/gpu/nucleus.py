@@ -53,8 +53,8 @@ def _top_p_kernel(probabilities, kept, columns, share, BLOCK: tl.constexpr):
 
 @register_kernel("keep_top_p(Tensor probabilities, float share, Tensor(a!) kept)")
 def launch_top_p(probabilities: Tensor, share: float, kept: Tensor) -> None:
-    """Copy the probabilities of each row's likeliest tokens, which together have `share` of the row's sum. Set the
-    other probabilities to 0.
+    """Copy the probabilities of each row's likeliest tokens, which together have at least `share` of the row's sum.
+    Set the other probabilities to 0.
 
     A row's result does not depend on other rows. Both tensors are [B, V] float32, contiguous.
     """

@@ -1,4 +1,4 @@
-"""Checks of which tensors take the GPU path, and the import of its Triton kernels."""
+"""Conditions for the GPU path, and the import of its Triton kernels."""
 
 from functools import cache
 from importlib.util import find_spec
