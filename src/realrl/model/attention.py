@@ -70,8 +70,8 @@ def _attend_padded(qkv: Tensor, padded: PaddedHeads, rule: AttentionRule) -> Ten
             bucket.length,
             qkv.shape[1] // (padded.heads + 2 * padded.kv_heads),
         )
-        # In float32, only the kernel that keeps all scores in memory takes grouped heads, so heads are repeated
-        # here.
+        # In float32, the only kernel for grouped heads keeps all scores in memory. So key and value heads are
+        # repeated here.
         q, k, v = next(parts), next(parts), next(parts)
         q, k, v = q.view(shape), *(x.view(shape).repeat_interleave(group, 1) for x in (k, v))
         of_bucket = rule.within(bucket.length)
@@ -137,7 +137,7 @@ def load_packed_attention() -> tuple[Callable[..., Tensor], dict[str, Any]]:
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    # torch 2.11 accepts grouped heads as they are; from 2.12 on they need a flag.
+    # torch 2.11 accepts grouped heads without a flag. From torch 2.12 on, they need `enable_gqa`.
     takes_flag = "enable_gqa" in inspect.signature(varlen_attn).parameters
     return cast(Callable[..., Tensor], varlen_attn), {"enable_gqa": True} if takes_flag else {}
 

@@ -75,7 +75,7 @@ class PagedCache:
         exact: bool = False,
     ) -> Tensor:
         """Store keys and values of each row's newest token, and attend from this token to its whole row. With
-        `exact`, the result equals that of training, bit for bit.
+        `exact`, the result equals the result in training, bit for bit.
 
         qkv: [B, (heads + 2 kv_heads) * D], rotated -> [B, heads * D]
         """

@@ -74,7 +74,7 @@ class TokenLogprobs(Function):
             grad_hidden[part] = PLAIN.matmul_nt(gradient, table[:rows].T)
             if grad_table is not None:
                 PLAIN.add_weight_gradient(gradient, hidden[part], grad_table)
-            del gradient  # freed before the next chunk's is allocated
+            del gradient  # freed before the gradient of the next chunk is allocated
         return grad_hidden, None, grad_bias, *([None] * 2)
 
 
@@ -136,8 +136,8 @@ def _differentiate(
         slope = 1 - (logits.gather(1, index) / cap).square()
         at_targets = at_targets * slope
     if targets.shape[1] > 1 or not rows:
-        # A target may occur twice in a row. Contributions are added in float32, before the cast to `dtype`, because
-        # the remaining gradient is small if the target is likely.
+        # A target may occur twice in a row of `targets`. Contributions are added in float32, before the cast to
+        # `dtype`, because the remaining gradient is small if the target is likely.
         compute_softmax_gradient(logits, log_sums, total, scale, bound, logits)
         if rows:
             logits.scatter_add_(1, index, at_targets)

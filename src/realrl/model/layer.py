@@ -217,7 +217,7 @@ class Layer(nn.Module):
 
     @property
     def matrices(self) -> tuple[Tensor, ...]:
-        """Weight matrices that multiply every token; those of experts are not among them."""
+        """Weight matrices that multiply every token. The matrices of experts are not among them."""
         own = self.qkv, self.out, self.gate_up, self.down
         return tuple(weight for weight in own if weight is not None)
 

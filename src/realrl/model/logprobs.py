@@ -54,7 +54,7 @@ class _TokenLogprobs(Function):
         kept = hidden.new_empty(len(hidden), rows, dtype=torch.float32) if keeps and several else None
         for start in range(0, len(hidden), size):
             part = slice(start, start + size)
-            logp = None  # frees the previous chunk first, so that there is one at a time
+            logp = None  # frees the previous chunk, so that only one is in memory
             out = None if kept is None else kept[part]
             logits = _compute_logits(hidden[part], prepared, local_bias, products)
             if cap is not None:
@@ -107,7 +107,7 @@ class _TokenLogprobs(Function):
             grad_hidden[part] = products.matmul_nt(grad_logits, weight.T)
             if grad_weight is not None:
                 products.add_weight_gradient(grad_logits, hidden[part], grad_weight)
-            del grad_logits  # freed before the next chunk's is allocated
+            del grad_logits  # freed before the gradient of the next chunk is allocated
         return grad_hidden, None, grad_bias, *([None] * 3)
 
 
@@ -209,8 +209,8 @@ def compute_token_logprobs(
         from realrl.model.gpu_logprobs import TokenLogprobs  # needs Triton
 
         return TokenLogprobs.apply(hidden, table, bias, targets, options)
-    # Log-probabilities are kept for the backward pass up to a limit: for large vocabularies, recomputing them costs
-    # less than their memory. With a cap they are recomputed, because its derivative needs the logits.
+    # Log-probabilities are kept for the backward pass up to a limit. For large vocabularies, recomputing them costs
+    # less than their memory. With a cap, they are recomputed, because the derivative of the cap needs the logits.
     keeps = torch.is_grad_enabled() and len(hidden) <= count_kept_logit_rows(len(table), cpu=True)
     return _TokenLogprobs.apply(hidden, table, bias, targets, options, keeps and cap is None)
 
@@ -256,7 +256,7 @@ def find_likeliest_tokens(
     logp: Tensor | None = None
     for start in range(0, len(hidden), size):
         part = slice(start, start + size)
-        logp = None  # frees the previous chunk first, so that there is one at a time
+        logp = None  # frees the previous chunk, so that only one is in memory
         logits = _compute_logits(hidden[part], prepared, bias, products)
         if cap is not None:
             cap_logits(logits, cap)

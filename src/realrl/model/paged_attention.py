@@ -1,7 +1,7 @@
 """Attention over keys and values in blocks, with kernels for CPU and GPU. Decode steps and exact runs use it.
 
-In exact runs a query's result depends only on the query, its keys and its values, bit for bit, because decode
-steps, prefills and training use the same kernel.
+In exact runs, decode steps, prefills and training use the same kernel. A query's result then depends only on the
+query, its keys and its values, bit for bit.
 """
 
 from dataclasses import dataclass

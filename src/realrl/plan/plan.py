@@ -181,8 +181,8 @@ class Plan:
             )
 
     def _check_layouts(self, calls: Sequence[Call]) -> None:
-        """Check that settings suit the kinds of calls, that calls with the same layout agree on sequence
-        parallelism, and that all training of a role has one layout."""
+        """Check that settings suit the kinds of calls, and that all training of a role has one layout. Calls with
+        the same layout must also agree on sequence parallelism."""
         first: dict[str, Call] = {}
         for call in calls:
             other = first.setdefault(self[call.name].layout, call)

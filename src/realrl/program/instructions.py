@@ -73,8 +73,8 @@ class Load:
 class Run:
     """Execute a call on the ranks of its placement.
 
-    A function, which has no role, is only started. Its rank continues, and waits for the result at the next
-    `ShareLengths`, `Send` or `Report` that needs it, at the latest at the end of the step.
+    A function, which has no role, is only started. Its rank continues. It waits for the result at the next
+    `ShareLengths`, `Send` or `Report` that needs the result, or else at the end of the step.
     """
 
     call: str

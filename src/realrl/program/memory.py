@@ -127,7 +127,7 @@ class Memory:
 
     @property
     def resting(self) -> tuple[Placement, ...]:
-        """Placements that hold state between steps: home placements and those of kept copies."""
+        """Placements that hold state between steps: home placements, and placements of kept copies."""
         return (*self._homes.values(), *(copy for copies in self._kept.values() for copy in copies))
 
     def at_rest(self, rank: int) -> Holdings:

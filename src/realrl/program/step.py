@@ -1,7 +1,7 @@
 """The activities of a step under a plan: their order, their devices, and the parameters that they hold.
 
 This is the only description of a step. `program.lower` makes programs from it for one plan. The planner's search
-evaluates it for thousands of plans at once, so every fact that depends on a plan is an array with one entry per
+evaluates it for thousands of plans at once. So every fact that depends on a plan is an array with one entry per
 plan. A new kind of activity needs a phase here, instructions in `program.lower`, and seconds in the planner.
 """
 

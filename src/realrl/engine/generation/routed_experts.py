@@ -48,8 +48,8 @@ class RoutedExperts:
             self._own[row.number].append(part[shared:])
 
     def _find_span(self, released: ReleasedRow) -> np.ndarray:
-        """Find the places to read: those of own tokens that have not been read yet and, for a finished row, those
-        of the prompt."""
+        """Find the cache places to read. They hold the row's own tokens that have not been read yet and, if the row
+        is finished, the tokens of its prompt."""
         row = released.row
         known = sum(len(part) for part in self._own[row.number])
         # The own segment starts with the prompt's last token. The newest token has not passed through the model.

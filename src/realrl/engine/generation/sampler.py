@@ -147,7 +147,7 @@ def choose_tokens_on_gpu(probabilities: Tensor, noise: Tensor) -> Tensor:
     """
     rows, vocabulary = probabilities.shape
     missing = -vocabulary % _BLOCK
-    padded = F.pad(probabilities, (0, missing)) if missing else probabilities  # even 0 padding copies
+    padded = F.pad(probabilities, (0, missing)) if missing else probabilities  # F.pad always copies
     padded = padded.reshape(rows, -1, _BLOCK)
     until = padded.sum(-1).cumsum(-1, dtype=torch.float64)
     threshold = noise.unsqueeze(-1) * until[:, -1:]

@@ -162,7 +162,7 @@ class Scheduler:
         kept = len(running)
         grown = self._grow(running)
         preempted = kept - len(running)
-        # A row that is admitted in a turn with a preemption would be preempted next.
+        # A row that is admitted in the same turn as a preemption would be the next row to be preempted.
         prefills, more = ([], False) if preempted else self._admit(running)
         rearranged = before != kept or preempted > 0 or len(running) > kept
         rows = self._turns[batch].rows

@@ -223,7 +223,7 @@ class Trainer:
         totals = torch.tensor([own_weight, len(rows)], device=model.device)
         weight, sequences = model.groups.data.sum(totals)
         learns = bool(weight != 0)
-        weight = torch.where(weight > 0, weight, 1.0)  # without weight all losses are 0
+        weight = torch.where(weight > 0, weight, 1.0)  # without weight, all losses are 0
         costs = count_item_tokens(batch, rows)
         parts = model.split_micro_batches(costs, options.max_tokens)
         tokens = [sum(costs[i] for i in positions) for positions in parts]

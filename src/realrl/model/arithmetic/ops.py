@@ -63,7 +63,7 @@ class Products:
 
         x: [N, K], weight: [M, K] with any strides -> [N, M]
         """
-        if not x.shape[-1]:  # a TP rank without a row of the vocabulary; oneDNN does not support K = 0
+        if not x.shape[-1]:  # this TP rank has no row of the vocabulary; oneDNN does not support K = 0
             return x.new_zeros(len(x), len(weight))
         if on_gpu(x) or x.dtype != torch.float32:
             return F.linear(x, weight)

@@ -208,7 +208,7 @@ def _attend(work: Work, k: Any, v: Any) -> None:
                 length = prompt_lengths[r] if segment == 0 else own_lengths[r] + 1
                 here = 0 if segment == 0 else (r - begin) * group
                 until = queries if segment == 0 else here + group
-                # Find the first key of the segment that any row sees; the row with the fewest generated tokens sees
+                # Find the first key of the segment that any row sees. The row with the fewest generated tokens sees
                 # it. Tiles always begin at multiples of their width, so that a row's sums do not depend on its
                 # neighbours.
                 start = length

@@ -1,9 +1,9 @@
 """Causal attention within packed sequences and its gradient, on a CPU, without padding or whole score matrices.
 
 A unit of work is a key/value head of a sequence, with all query heads that read it. Scores are computed in tiles of
-queries and keys that stay in a cache, and the softmax is combined tile by tile, as in FlashAttention (Dao et al.,
-arXiv 2205.14135; backward pass: section B.2 there). All sums of products go through one panel kernel (`vectors`);
-keys and values are packed for it once per unit of work.
+queries and keys that stay in a cache. The softmax is combined tile by tile, as in FlashAttention (Dao et al., arXiv
+2205.14135; backward pass: section B.2 there). All sums of products go through one panel kernel (`vectors`); keys
+and values are packed for it once per unit of work.
 
 A sequence can use at most one thread per key/value head.
 """

@@ -132,7 +132,7 @@ def prefetch(context, pointer, index):  # type: ignore[no-untyped-def]
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         place = builder.bitcast(builder.gep(arguments[0], [arguments[1]]), ir.IntType(8).as_pointer())
-        flags = (ir.Constant(_INT, value) for value in (0, 3, 1))  # for reading, into all caches, data
+        flags = (ir.Constant(_INT, value) for value in (0, 3, 1))  # read access, all cache levels, data
         _call(builder, "llvm.prefetch.p0i8", ir.VoidType(), place, *flags)
         return context.get_dummy_value()
 
