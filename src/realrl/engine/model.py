@@ -217,8 +217,8 @@ class Model:
     ) -> tuple[Batch, Metrics]:
         """Run an inference call on this rank's items, in micro-batches of at most `max_tokens` tokens.
 
-        `after_micro_batch` is called after each micro-batch. `candidates` and `replays` are the fields of the
-        `Call`.
+        `after_micro_batch` is called after each micro-batch. `candidates` and `replays` are `Call.candidates` and
+        `Call.replays` of the call.
 
         The last stage returns the batch with the call's outputs added, and metrics summed over data-parallel ranks.
         Other stages return the batch unchanged and no metrics. Data-parallel ranks without items only join the

@@ -168,7 +168,7 @@ class Strategy:
 
 @dataclass(frozen=True, order=True)
 class Placement:
-    """Mesh and strategy of a call. Coordinates on the axes number the ranks of the mesh, see `plan.axes`."""
+    """Mesh and strategy of a call. Coordinates on the axes number the ranks of the mesh (see `plan.axes`)."""
 
     mesh: Mesh
     strategy: Strategy
@@ -197,7 +197,8 @@ class Placement:
         return tuple(self.index(rank, axis) for axis in axes)
 
     def item_index(self, rank: int) -> int:
-        """Find which share of a batch a global rank of the mesh works on: its data-parallel coordinate."""
+        """Find the index of the share of a batch that a global rank of the mesh works on. It is the rank's
+        data-parallel coordinate."""
         return self.index(rank, *axes_dividing(Divided.ITEMS))
 
     def stage(self, rank: int) -> int:
@@ -218,7 +219,7 @@ class Placement:
 
     @property
     def layout(self) -> str:
-        """Text such as `d2 t1 p1 @0-1`; equal for two placements exactly if their parameters have the same
+        """Text such as `d2 t1 p1 @0-1`; it is equal for two placements exactly if their parameters have the same
         layout."""
         s = self.strategy
         sharded = " z3" if s.shards_parameters else ""

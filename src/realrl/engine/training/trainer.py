@@ -130,7 +130,7 @@ class Trainer:
         """Run a train call on this rank's items.
 
         `minibatches` lists, for each mini-batch, the positions of its items in `batch`. Every rank of the group has
-        the same number of mini-batches. `replays` is the field of the `Call`.
+        the same number of mini-batches. `replays` is `Call.replays` of the call.
 
         Losses are sums divided by their global weight, so they do not depend on micro-batches or parallelism. An
         optimizer step with a gradient that is not finite is skipped. A mini-batch without weight has nothing to
