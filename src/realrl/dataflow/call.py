@@ -45,7 +45,8 @@ class Key:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Tokens whose log-probabilities a model returns at each position, in addition to the token that is there.
+    """Tokens whose log-probabilities a model returns at each position, in addition to the actual token at that
+    position.
 
     `ids` is the key that holds the ids of these tokens, `count` at each position. If it is None, the model returns
     the `count` likeliest tokens. `setting` is the recipe setting that error messages name for `count`.

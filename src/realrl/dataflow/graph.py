@@ -86,7 +86,7 @@ class DataflowGraph:
             raise DescriptionError(f"call {call.name}: {key.name!r} has other lengths than {tokens!r}")
 
     def call(self, name: str) -> Call:
-        """Find the call of that name; KeyError if there is none."""
+        """Find the call of that name. Raises KeyError if there is none."""
         return self._by_name[name]
 
     def producer(self, key: str) -> Call | None:
@@ -121,7 +121,8 @@ class DataflowGraph:
         return tuple(call for call in self.order if call.role == role)
 
     def home(self, role: str) -> Call:
-        """Find the call whose placement holds a role between steps: its training call, otherwise its first call."""
+        """Find the call whose placement holds a role's parameters between steps: its training call, otherwise its
+        first call."""
         return max(self.role_calls(role), key=lambda call: call.kind is Kind.TRAIN)
 
     def trained(self, role: str) -> bool:

@@ -71,7 +71,7 @@ class LocalSet:
     """A rank's part of a parameter set in one flat buffer, whose memory can be freed and allocated again."""
 
     def __init__(self, layout: Layout, rank: int, dtype: torch.dtype, device: torch.device) -> None:
-        """`rank` is global. Padding lets ranks with the same tensors divide each bucket equally."""
+        """`rank` is global. The buffer is padded so that data-parallel ranks can divide each bucket equally."""
         self.layout, self._rank = layout, rank
         stored = [tensor.stored for tensor in layout.tensors(rank)]
         multiple = layout.placement.strategy.replicas * bucket_count(sum(tensor.numel for tensor in stored))

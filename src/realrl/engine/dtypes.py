@@ -19,7 +19,7 @@ def find_set_dtype(parameter_set: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def find_products(dtype: Dtype, device: torch.device, *, exact: bool = False) -> Products:
-    """Choose how a model multiplies matrices; UserError for `mixed` on a GPU."""
+    """Choose how a model multiplies matrices. Raises UserError for `mixed` on a GPU."""
     if device.type != "cpu":
         if dtype == "mixed":
             raise UserError("dtype=mixed is for CPUs; on a GPU, choose bfloat16 or float32")

@@ -32,5 +32,5 @@ def all_finite(values: Tensor) -> bool:
     """Check that no value is NaN or infinite, without a temporary tensor as large as the input."""
     if not values.numel():
         return True
-    lowest, highest = torch.aminmax(values.detach())  # NaN if any value is
+    lowest, highest = torch.aminmax(values.detach())  # NaN if any value is NaN
     return bool(torch.isfinite(lowest) & torch.isfinite(highest))

@@ -1,4 +1,5 @@
-"""Model of a role in one layout: its flat parameters, inference, and methods that training also uses."""
+"""One rank's part of a role's model: its flat parameters, its inference calls, and methods that training also
+uses."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -49,8 +50,8 @@ class Model:
     ) -> None:
         """`rank` is global, `layout` describes the whole model, `groups` are the rank's groups under the layout's
         placement. `temperature` divides logits before log-probabilities. `part` determines which parameter sets
-        exist and are trained. `base` is the base set of another model, which this model shares. The two layouts
-        must be equal, but `base` may have more tensors."""
+        exist and are trained. `base` is the parameter set `base` (the frozen weights) of another role's model, if
+        this model shares it. The layouts of both models must be equal, but `base` may have more tensors."""
         self.layout = layout
         self.rank = rank
         self.groups = groups
@@ -81,7 +82,7 @@ class Model:
             self.shard, weights, groups.tensor, products, sequence_parallel=self.sequence_parallel
         )
         self.passes: ShardedPasses | None = None
-        """Passes with gathered parameters; None without ZeRO-3."""
+        """Hooks that gather parameters during passes; None without ZeRO-3."""
         if self.gathered is not None:
             self.passes = self.transformer.hooks = self.make_passes()
         self.counts = PassCounts(device)
@@ -95,14 +96,14 @@ class Model:
         )
 
     def make_passes(self) -> ShardedPasses:
-        """Make the passes for ZeRO-3, which shards parameters and gradients, or for ZeRO-2, which shards only
-        gradients."""
+        """Make the hooks that passes call under ZeRO-3, which shards parameters and gradients, or under ZeRO-2,
+        which shards only gradients."""
         tied = self.transformer.ties_embeddings
         return ShardedPasses(self.shard, self.gathered, tied=tied)
 
     def agree_on_passes(self, count: int) -> int:
-        """Find the largest `count` of all data-parallel ranks. All of them then take part in this number of
-        passes."""
+        """Return the largest `count` of all data-parallel ranks. All of these ranks then take part in this number
+        of passes."""
         found = torch.tensor(float(count), device=self.device)
         return int(self.groups.data.max(found))
 
@@ -153,8 +154,8 @@ class Model:
     ) -> ModelOutput:
         """Compute the outputs of the last stage from the hidden states of the rows.
 
-        Log-probabilities are also computed for `candidates` [T, k], or for this many of the likeliest tokens at
-        each position, if `likeliest` is not 0.
+        Log-probabilities are also computed for `candidates` [T, k], or, if `likeliest` is not 0, for this number of
+        the likeliest tokens at each position.
         """
         if self.head == "scalar":
             values = self.transformer.compute_values(hidden, packing)
@@ -178,12 +179,13 @@ class Model:
         )
 
     def count_hidden_rows(self, tokens: int) -> int:
-        """Count the rows of hidden states that stages exchange for a number of tokens."""
+        """Count the rows of hidden states that a rank exchanges with the next stage for a micro-batch of `tokens`
+        tokens."""
         return -(-tokens // self.shard.tp) if self.sequence_parallel else tokens
 
     def receive_activations(self, tokens: Sequence[int]) -> Iterator[Tensor | None]:
-        """Yield the previous stage's hidden states for each micro-batch, or None on the first stage. `tokens` has
-        the size of each micro-batch."""
+        """Yield the previous stage's hidden states for each micro-batch, or None on the first stage. `tokens` lists
+        the number of tokens of each micro-batch."""
         if self.pipeline.first:
             return repeat(None, len(tokens))
         return prefetch_receives(self.pipeline.post_recv, map(self.count_hidden_rows, tokens))
@@ -215,7 +217,8 @@ class Model:
     ) -> tuple[Batch, Metrics]:
         """Run an inference call on this rank's items, in micro-batches of at most `max_tokens` tokens.
 
-        `after_micro_batch` is called after each micro-batch; `candidates` and `replays` are those of the call.
+        `after_micro_batch` is called after each micro-batch. `candidates` and `replays` are `Call.candidates` and
+        `Call.replays` of the call.
 
         The last stage returns the batch with the call's outputs added, and metrics summed over data-parallel ranks.
         Other stages return the batch unchanged and no metrics. Data-parallel ranks without items only join the

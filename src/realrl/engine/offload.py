@@ -119,13 +119,13 @@ class HostCopies:
         return [torch.empty_like(tensor) for tensor in tensors]
 
     def save(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Start to copy each tensor of (tensor, host copy) pairs to the host. The tensors may be freed
+        """Start to copy the tensor of each (tensor, host copy) pair to its host copy. The tensors may be freed
         immediately."""
         for tensor, host in pairs:
             host.copy_(tensor)
 
     def restore(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Start to copy each host copy of (tensor, host copy) pairs to the device."""
+        """Start to copy the host copy of each (tensor, host copy) pair to its tensor."""
         for tensor, host in pairs:
             tensor.copy_(host)
 
@@ -149,7 +149,8 @@ class StreamCopies(HostCopies):
         self._restored: torch.cuda.Event | None = None
 
     def make(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Allocate the copies; their memory is locked in the background, and the first `save` waits for it."""
+        """Allocate the copies. Their memory is pinned in the background, and the first `save` waits until it is
+        pinned."""
         self._memory = [PinnedMemory(tensor.nbytes, self._device) for tensor in tensors]
         lock_in_background(self._memory)
         return [memory.empty_like(of) for memory, of in zip(self._memory, tensors, strict=True)]
@@ -212,7 +213,7 @@ class Offloadable:
         self._copies = copies or (StreamCopies(on_gpu[0]) if on_gpu else HostCopies())
         self._host: list[Tensor] = []
         self._saved = False
-        """Whether host copies have ever had values."""
+        """Whether the host copies have been filled at least once."""
         self._arriving = False
         """Whether tensors are being loaded, and must not be used yet."""
         self.resident = True
@@ -253,7 +254,8 @@ class Offloadable:
 
     @torch.no_grad()
     def prefetch(self) -> None:
-        """Allocate device memory and start to copy back, if copies are asynchronous; `load` completes it."""
+        """Start to move the tensors back to device memory, if copies are asynchronous. `load` completes the
+        move."""
         if self._copies.asynchronous and not self.resident and not self._arriving:
             self._start_loading()
 

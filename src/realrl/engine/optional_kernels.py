@@ -1,6 +1,7 @@
 """Kernels of other packages that replace built-in ones on a GPU: FlashAttention 4 and FlashInfer.
 
-Both are registered with torch's dispatcher for the whole process, so callers of the operators need no change.
+Both packages are registered with torch's dispatcher for the whole process, so callers of the operators need no
+change.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -30,14 +31,15 @@ REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
 
 _FA4, _FA4_MODULE = "realrl-fa4", "realrl.model.gpu.flash_attention_4"
 _FA4_TORCH = Version("2.12")
-"""torch 2.11's adapter refuses windows in backward passes, and `varlen_attn` always passes a window."""
+"""Minimum version of torch. The adapter of torch 2.11 refuses windows in backward passes, and `varlen_attn` always
+passes a window."""
 _FA4_DIMS = {9: 256, 10: 128}
 """Major compute capability -> largest supported head dim."""
 
 
 @contextmanager
 def use_kernels(names: Collection[str], device: torch.device) -> Iterator[None]:
-    """Use the kernels of some extras on a GPU inside this context; UserError if they cannot be used."""
+    """Use the kernels of some extras on a GPU inside this context. Raises UserError if they cannot be used."""
     with ExitStack() as stack:
         for name in dict.fromkeys(names):
             if device.type == "cpu":
@@ -81,7 +83,8 @@ def _check_fa4(device: torch.device) -> None:
 
 
 def check_heads(head_dims: Mapping[str, int], device: torch.device) -> None:
-    """Check that FlashAttention 4, if it is in use, supports the heads of all roles; otherwise UserError."""
+    """If FlashAttention 4 is in use, check that it supports the heads of all roles. Raises UserError if it does
+    not."""
     if device.type == "cpu" or attention.current_flash_attention_impl() != _FA4:
         return
     major, minor = torch.cuda.get_device_capability(device)

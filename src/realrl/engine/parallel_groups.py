@@ -14,8 +14,8 @@ class ParallelGroups:
 
     `reverse_pipeline` has the ranks of `pipeline`, last stage first; on gloo it is a second connection, for
     gradients and tokens that flow backwards. `embedding` has the ranks of the first and the last stage of the
-    pipeline, if this rank is one of them (Megatron's embedding group, for tied embeddings). `mesh` has all ranks of
-    the placement.
+    pipeline, or is None if this rank is on neither. It is Megatron's embedding group, for tied embeddings. `mesh`
+    has all ranks of the placement.
     """
 
     data: Group

@@ -9,7 +9,7 @@ import torch
 from realrl.model.packing import Packing
 
 _Span = tuple[torch.cuda.Event, torch.cuda.Event]
-"""Begin and end of a prefill."""
+"""CUDA events at the start and the end of a prefill."""
 
 
 class PassCounts:

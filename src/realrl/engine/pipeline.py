@@ -61,7 +61,8 @@ class PendingRecv:
 
 
 class Sends:
-    """Sends in flight, oldest first. A few may be pending, so that sending does not wait."""
+    """Sends in progress, oldest first. A limited number may be pending, so that a new send usually does not
+    wait."""
 
     def __init__(self, stages: int) -> None:
         self._most = SENDS_PER_STAGE * stages
@@ -203,8 +204,8 @@ Transport = TaggedTransport | OrderedTransport
 
 
 def needs_order(device: torch.device) -> bool:
-    """Check whether messages from a device go through NCCL. They then need one order, and are posted only when they
-    are needed."""
+    """Check whether messages from a device go through NCCL. If so, all messages need one order, and are posted only
+    when they are needed."""
     return device.type == "cuda"
 
 
@@ -214,9 +215,9 @@ _FORWARD, _BACKWARD, _TOKENS = 1, 2, 3  # tags of messages; NCCL ignores them
 class Pipeline:
     """Messages between this rank's stage and the other stages.
 
-    Sends do not wait. Receives are requested in advance, so that gloo can post them early; NCCL posts each when it
-    is waited for. Every stage must therefore wait for the messages of another stage in the order in which they are
-    sent.
+    Sends do not wait. Receives are requested in advance, so that gloo can post them early. With NCCL, each receive
+    is posted when it is waited for. Every stage must therefore wait for the messages of another stage in the order
+    in which they are sent.
     """
 
     def __init__(
@@ -326,7 +327,8 @@ class Pipeline:
 
 
 def prefetch_receives(post_recv: Callable[[int], PendingRecv], sizes: Iterable[int]) -> Iterator[Tensor]:
-    """Yield received tensors with these numbers of rows; the next receive is always requested in advance."""
+    """Yield received tensors, whose numbers of rows are `sizes`. The next receive is always requested in
+    advance."""
     remaining = iter(sizes)
     # The first receive is requested now, not when the first tensor is asked for.
     pending = deque(post_recv(rows) for rows in islice(remaining, 1))

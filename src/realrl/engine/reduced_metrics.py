@@ -8,7 +8,7 @@ from realrl.algorithms.base.method import Metrics
 from realrl.model.group import Group
 
 _MOST = 1 << 14
-"""Calls have fewer metrics than this."""
+"""A call has fewer metrics than this."""
 
 
 class DifferentMetricsError(Exception):
@@ -26,7 +26,7 @@ def reduce_metrics(metrics: Metrics, group: Group, device: torch.device, *, idle
     """All-reduce metrics over a group, in place.
 
     An `idle` rank has no metrics, and does not receive those of other ranks. Raises DifferentMetricsError on every
-    rank unless all others have the same names in the same order.
+    rank unless all ranks that are not idle have the same names in the same order.
     """
     if group.size == 1:
         return
@@ -52,7 +52,7 @@ def _agree_on_names(metrics: Metrics, group: Group, device: torch.device, *, idl
     Returns the numbers of means and of maxima, which an `idle` rank learns here.
     """
     digest = crc32("\n".join((*metrics.means, "", *metrics.maxima)).encode())
-    # Both numbers go with the digest, so that one small all-reduce is enough.
+    # The digest and both numbers are packed into one integer, so that one small all-reduce is enough.
     mine = (digest * _MOST + len(metrics.means)) * _MOST + len(metrics.maxima)
     # An idle rank sends numbers that are below all others, so that it changes neither maximum.
     sent = [-1, -(1 << 62)] if idle else [mine, -mine]

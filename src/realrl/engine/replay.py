@@ -1,4 +1,5 @@
-"""Router replay in calls of a model: recorded experts of sampled sequences, for the rows that the model runs on."""
+"""Router replay: calls that infer or train on sampled sequences use the experts that were recorded during
+sampling."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,8 +18,8 @@ _NO_TOKEN = -1
 
 @dataclass(frozen=True, eq=False)
 class SampledItems:
-    """Items with sampled sequences and the experts chosen for them, in host memory, which has more room than a
-    GPU."""
+    """Items with sampled sequences, and the experts that were chosen for these sequences. They are in host memory,
+    which has more room than a GPU."""
 
     batch: Batch
     """Sequences and experts of all items."""
@@ -34,15 +35,15 @@ class SampledItems:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys of experts, which methods do not need."""
+        """Keys of the recorded experts. Methods do not see these keys."""
         return tuple(made.experts for made in self.replays if made is not None)
 
     def select(self, positions: Sequence[int]) -> "SampledItems":
-        """Select items by their positions among the selected items."""
+        """Select some of the items that are selected now. `positions` are positions among them."""
         return replace(self, positions=[self.positions[i] for i in positions])
 
     def make_routing(self, shard: Shard, rows: Ragged, packing: Packing) -> Routing:
-        """Make the routing of the rows that a method has selected; each item has equally many rows.
+        """Make the routing for the rows of a micro-batch. Each item has the same number of rows.
 
         The recorded experts are replayed for the longest prefix of a row that matches its sampled sequence; later
         tokens are routed normally. The j-th row of an item uses the j-th replay.

@@ -43,8 +43,8 @@ def group_by_section(shard: Shard, tensors: tuple[LocalTensor, ...]) -> dict[Sec
 
 
 class SectionBuffer:
-    """All rows of a section of a parameter set. Each parameter is padded, so that data-parallel ranks have equal
-    parts of it.
+    """All rows of one section (the embedding, a layer or the head) of a parameter set. Each parameter is padded, so
+    that data-parallel ranks have equal parts of it.
 
     The buffer has memory only while it is in use.
     """
@@ -86,8 +86,8 @@ class SectionBuffer:
     def view_stack(self, names: Sequence[str]) -> Tensor:
         """View the rows of a parameter, padding included, as a flat tensor that autograd does not track.
 
-        Autograd must not see writes to it. They only restore the values of tensors that are saved for the backward
-        pass.
+        Gathering a section again writes to this memory. Autograd must not treat this as a change, because it only
+        restores the values of tensors that were saved for the backward pass.
         """
         return self.buffer.fused(*names, _name_padding(names[0])).view(-1).data
 
@@ -118,7 +118,7 @@ class GatheredParameters:
         return self._of[names[0]].fused(*names)
 
     def start(self, section: Section) -> None:
-        """Start to gather a section, unless it is gathered or under way."""
+        """Start to gather a section, unless it is gathered already or being gathered."""
         if section in self._arriving:
             return
         works = self._arriving[section] = []
@@ -137,7 +137,7 @@ class GatheredParameters:
         self._arriving[section] = []
 
     def store(self, section: Section) -> None:
-        """Copy this rank's rows from a gathered section that has changed."""
+        """Copy this rank's rows of a gathered section, which has changed, to the memory that stores them."""
         for buffer, held in self._sections.get(section, ()):
             for names in buffer.stacks:
                 mine = held.buffer.fused(*names).view(-1)
@@ -178,8 +178,8 @@ class SectionGradients:
         self, updated: LocalSet, shard: Shard, rank: int, group: Group, complete: Callable[[FlatBuffer], None]
     ) -> None:
         """`updated` has the rows that this rank updates; `rank` is global. `complete(buffer)` is called after a
-        section's backward pass, with the gradients of all rows of the section. It sums gradients of which each TP
-        rank has only a part."""
+        section's backward pass, with the gradients of all rows of the section. This function sums gradients that
+        are only partial on each TP rank."""
         self._group, self._complete = group, complete
         device = updated.buffer.data.device
         multiple = updated.buffer.buckets
@@ -254,7 +254,7 @@ class SectionGradients:
 
 
 class ShardedPasses(SectionHooks):
-    """Hooks that gather the parameters of a section, and of the next section while this one computes.
+    """Hooks that gather the parameters of each section while the previous section computes.
 
     Parameters are freed after the forward pass of their section, and gathered again for its backward pass. After
     the backward pass, the section's gradients are reduced and its parameters are freed. The head's parameters stay
@@ -288,7 +288,7 @@ class ShardedPasses(SectionHooks):
         return _call_backward(x, lambda: self._begin_backward(section))
 
     def release(self) -> None:
-        """End a pass without a backward pass."""
+        """Free gathered parameters at the end of a pass that has no backward pass."""
         if self._gathered is not None:
             self._gathered.free_all()
 

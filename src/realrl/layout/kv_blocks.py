@@ -1,10 +1,10 @@
 """Sizes of the paged KV cache. The engine uses them to allocate and to schedule, and the planner uses them for its
 estimates.
 
-A row is a prompt with its continuation. Its keys and values are in two segments of blocks. The first holds the
-prompt without its last token, and all rows of the prompt share it. The second belongs to the row alone. It starts
-in a new block with the last token of the prompt, because that token is the first input of a decode step. The last
-block of a segment may be partly filled.
+A row is a prompt with its continuation. Its keys and values are in two segments of blocks. The first segment holds
+the prompt without its last token, and all rows of the prompt share it. The second segment belongs to the row alone.
+It starts in a new block with the last token of the prompt, because that token is the first input of a decode step.
+The last block of a segment may be partly filled.
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ GPU_STEPS = 16
 """Number of decode steps that a GPU runs before the host reads their tokens. Reading the tokens of every step would
 leave the GPU idle."""
 REPLACED_TOGETHER = 8
-"""Finished rows are replaced once one in this many rows of a batch has finished. A prefill of fewer rows costs
-nearly as much."""
+"""Finished rows are replaced once 1 / REPLACED_TOGETHER of a batch's rows have finished. A prefill of fewer rows
+costs nearly as much."""
 EXPECTED_SHARE = 0.5
 """Expected length of a continuation, as a fraction of the longest, when rows are admitted.
 
@@ -37,8 +37,8 @@ GPU_PREFILL_TOKENS = 16384
 
 @dataclass(frozen=True)
 class CacheSize:
-    """Blocks of a paged KV cache on one rank, and the number of rows that all decode batches together decode with
-    it at a time."""
+    """Size of a paged KV cache on one rank: its blocks, and the maximum number of rows that use it at a time, over
+    all decode batches."""
 
     blocks: int
     rows: int
@@ -90,10 +90,10 @@ def count_graphs(rows: int) -> int:
 
 
 def count_steps_per_look(*, cpu: bool) -> int:
-    """Find the number of decode steps after which the host reads the tokens."""
+    """Return the number of decode steps after which the host reads the tokens."""
     return 1 if cpu else GPU_STEPS
 
 
 def count_prefill_tokens(*, cpu: bool) -> int:
-    """Find the number of prompt tokens in a forward pass."""
+    """Return the number of prompt tokens in a forward pass."""
     return CPU_PREFILL_TOKENS if cpu else GPU_PREFILL_TOKENS

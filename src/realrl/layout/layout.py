@@ -27,8 +27,8 @@ class Layout:
     _known: dict[tuple[bool, tuple[int, ...]], tuple[LocalTensor, ...]] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
-    """Tensors that ranks compute with (False) or store (True), found by a rank's coordinates on the axes that
-    determine them."""
+    """Cache of the tensors that ranks store (True) or compute with (False). The second part of the key is a rank's
+    coordinates on the axes that determine these tensors."""
 
     def tensors(self, rank: int) -> tuple[LocalTensor, ...]:
         """List the tensors that a global rank stores, in storage order; none for a rank outside the mesh."""

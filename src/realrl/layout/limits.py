@@ -12,8 +12,8 @@ GATHER_STAGES = 4
 """Groups of buckets that are updated and all-gathered in turn; each all-gather runs during the next update.
 
 An update reads and writes 34 bytes of device memory per parameter of a rank's part. An all-gather receives 2 bytes
-per parameter of all parts, over links that are several times slower. With four groups, at most a quarter of the
-shorter of update and all-gather is not hidden. The host launches only four updates rather than one per bucket.
+per parameter of all parts, over links that are several times slower. With four groups, at least three quarters of
+the shorter operation overlap with the longer one. The host launches only four updates rather than one per bucket.
 """
 
 CPU_LOGITS = 2**20
@@ -64,8 +64,8 @@ class MessageLimits:
     staged_messages: int
     """Nothing more is posted while more packed messages than this are in flight."""
     one_per_peer: bool
-    """Whether a group has at most one message to each peer and one from each peer. Each of them is then the n-th
-    message between its two ranks."""
+    """Whether a group has at most one message to each peer and one from each peer. If so, all messages of a group
+    have the same index n: each is the n-th message between its two ranks."""
 
     @property
     def staging_buffers(self) -> int:
@@ -96,8 +96,8 @@ GPU_MESSAGES = MessageLimits(
     staged_messages=0,
     one_per_peer=True,
 )
-"""Messages over NCCL. The host takes tens of microseconds to post a message; NVLink moves more than 8 MiB in this
-time.
+"""Messages over NCCL. They are large, because the host takes tens of microseconds to post a message, and NVLink
+moves more than 8 MiB in this time.
 
 Groups of a communicator run one after the other, so more groups in flight would not overlap. NCCL's kernels process
 a large group in the order of the distance between peers. If a group has only the n-th message of each peer, the

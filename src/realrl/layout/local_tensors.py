@@ -14,8 +14,9 @@ from realrl.layout.region import Region
 class LocalTensor:
     """A tensor as one rank stores it.
 
-    `shape` is the allocated shape. `region` is the part of the global tensor that fills it from the first row on,
-    with the same number of columns. It has fewer rows only if a vocabulary or a ZeRO-3 shard is padded.
+    `shape` is the allocated shape. `region` is the part of the global tensor that fills the allocated tensor, from
+    its first row on. The region has the same columns. It has fewer rows only if a vocabulary or a ZeRO-3 shard is
+    padded.
     """
 
     spec: TensorSpec
@@ -57,13 +58,15 @@ def local_tensor(shape: ModelShape, spec: TensorSpec, parts: int, index: int) ->
 
 
 def count_shard_rows(stack: Sequence[LocalTensor], parts: int) -> int:
-    """Count the rows that each data-parallel rank stores of a parameter, whose tensors are stacked by rows. All
-    ranks store the same number, so that collectives can concatenate them; the last ranks may have padding."""
+    """Count the rows of a parameter that each data-parallel rank stores. The tensors of the parameter are stacked
+    by rows. All ranks store the same number of rows, so that collectives can concatenate them; the last ranks may
+    have padding."""
     return -(-sum(tensor.shape[0] for tensor in stack) // parts)
 
 
 def cut_rows(stack: Sequence[LocalTensor], parts: int, index: int) -> tuple[LocalTensor, ...]:
-    """Cut out the rows that data-parallel rank `index` stores of a parameter, whose tensors are stacked by rows.
+    """Cut out the rows of a parameter that data-parallel rank `index` stores. The tensors of the parameter are
+    stacked by rows.
 
     The rows are consecutive in the stack, so they form one box of each tensor; this box may be empty. Padding is at
     the end.

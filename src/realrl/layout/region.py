@@ -9,8 +9,8 @@ from math import prod
 class Region:
     """The elements of `tensor` from `offset` up to `offset + size` in each dim.
 
-    A size may be 0, because a rank may hold nothing of a tensor that others share. Raises ValueError if `offset`
-    and `size` have different lengths or negative entries.
+    A size may be 0, because a rank may hold no part of a tensor that other ranks hold. Raises ValueError if
+    `offset` and `size` have different lengths or negative entries.
     """
 
     tensor: str

@@ -15,7 +15,8 @@ part. A `quantised` set has quantised matrices and their scales, as bytes."""
 
 
 def element_width(parameter_set: str, width: int) -> int:
-    """Find the bytes of one element of a set, if elements of other sets have `width` bytes."""
+    """Return the bytes of one element of a parameter set. `width` is the number of bytes of elements that are not
+    quantised."""
     return 1 if parameter_set == QUANTISED else width
 
 

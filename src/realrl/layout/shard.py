@@ -11,7 +11,8 @@ from realrl.plan.placement import Placement
 
 @dataclass(frozen=True)
 class Shard:
-    """TP rank `tp_index` of `tp` on pipeline stage `pp_index` of `pp`; by default the whole model."""
+    """Part of a model that TP rank `tp_index` (of `tp`) holds on pipeline stage `pp_index` (of `pp`). By default,
+    it is the whole model."""
 
     shape: ModelShape
     head: Head

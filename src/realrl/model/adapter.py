@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, DoRA): the part that they add to a product, and the row norms that DoRA divides by."""
+"""Low-rank adapters (LoRA, DoRA): what they add to the product of a matrix, and the row norms of DoRA."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,15 +25,15 @@ from realrl.model.group import Group
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """One rank's part of the adapter of a matrix. It adapts all rows, or some blocks of rows, each with an A of its
-    own."""
+    """One TP rank's part of the adapter of a matrix. Such a matrix may be stacked from several modules (q, k and
+    v). Each adapted module is a block of rows with its own A and B."""
 
     weight: Tensor
     """The frozen matrix. [M, K]"""
     a: Tensor
-    """A of each block, stacked. [blocks * rank, K]"""
+    """LoRA's matrix A of each block, stacked. [blocks * rank, K]"""
     b: Tensor
-    """B of each block, stacked. [rows of all blocks, rank]"""
+    """LoRA's matrix B of each block, stacked. [rows of all blocks, rank]"""
     blocks: Sequence[range]
     """The adapted rows of the matrix, block by block."""
     scale: float
@@ -43,7 +43,7 @@ class Adapter:
     column_group: Group | None = None
     """TP ranks that hold the other columns of the matrix; None if this rank has whole rows."""
     factors: Tensor | None = None
-    """A result of `compute_factors` that is reused while parameters do not change (see `fix`)."""
+    """DoRA's factors, if they are computed in advance (see `fix`). [M]"""
 
     def multiply(self, x: Tensor, bias: Tensor | None, multiply: Multiply) -> Tensor:
         """Multiply by the adapted matrix and add a bias. x: [N, K] -> [N, M]"""
@@ -54,13 +54,14 @@ class Adapter:
         return out if bias is None else out + bias
 
     def fix(self) -> "Adapter":
-        """Return an adapter with DoRA's factors computed once; it is valid until parameters change."""
+        """Return an adapter that does not compute DoRA's factors again. It is valid until parameters change."""
         return self if self.magnitude is None else replace(self, factors=self.compute_factors().detach())
 
     def compute_factors(self) -> Tensor:
-        """Compute DoRA's factor for each row of the matrix; rows without an adapter get 1. -> [M]
+        """Compute DoRA's factor for each row of the matrix: its magnitude / its norm. Rows without an adapter get
+        1. -> [M]
 
-        The norms are constants in the gradient (arXiv 2402.09353, section 4.3).
+        The gradient treats the norms as constants (arXiv 2402.09353, section 4.3).
         """
         assert self.magnitude is not None, "only DoRA has magnitudes"
         norms = self.compute_norms().to(self.magnitude.dtype)
@@ -140,7 +141,8 @@ class _AddLowRank(Function):
 
 
 def adapt(multiply: Multiply, adapters: Mapping[int, Adapter]) -> Multiply:
-    """Make a function that multiplies by adapted matrices. `adapters` are keyed by the `id` of their matrix."""
+    """Wrap `multiply` so that it also applies the adapter of a matrix, if there is one. `adapters` are keyed by the
+    `id` of their matrix."""
     if not adapters:
         return multiply
 
@@ -163,7 +165,7 @@ def make_adapters(
     """Register the adapters' parameters in a layer, and return its adapters, keyed by the `id` of their matrix.
 
     `tensors` lists the tensors that each matrix is stacked from; `weights(name)` returns this rank's rows of a
-    tensor. `parameter` returns an adapter's tensor, or None if this rank does not have it.
+    tensor. `parameter(name)` returns a tensor of an adapter, or None if this rank does not have it.
     """
     found = {}
     for matrix, parts in tensors.items():

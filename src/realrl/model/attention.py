@@ -26,7 +26,8 @@ _LOG2_E = 1.4426950408889634
 
 
 class _Pad(Function):
-    """Copy packed heads to one query, key and value tensor per bucket. [T, C] -> 3 tensors [rows, D] per bucket"""
+    """Pad packed heads: copy them to one query, key and value tensor per bucket of sequences. [T, C] -> 3 tensors
+    [rows, D] per bucket"""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, padded: PaddedHeads) -> tuple[Tensor, ...]:
@@ -58,7 +59,7 @@ class _Unpad(Function):
 
 
 def _attend_padded(qkv: Tensor, padded: PaddedHeads, rule: AttentionRule) -> Tensor:
-    """Compute causal attention by a rule on padded sequences. [T, (heads + 2 kv_heads) * D] -> [T, heads * D]"""
+    """Compute `varlen_attention` on padded sequences. [T, (heads + 2 kv_heads) * D] -> [T, heads * D]"""
     parts = iter(_Pad.apply(qkv, padded))
     outputs = []
     group = padded.heads // padded.kv_heads
@@ -69,8 +70,8 @@ def _attend_padded(qkv: Tensor, padded: PaddedHeads, rule: AttentionRule) -> Ten
             bucket.length,
             qkv.shape[1] // (padded.heads + 2 * padded.kv_heads),
         )
-        # In float32, only the kernel that keeps all scores in memory takes grouped heads, so heads are repeated
-        # here.
+        # In float32, the only kernel for grouped heads keeps all scores in memory. So key and value heads are
+        # repeated here.
         q, k, v = next(parts), next(parts), next(parts)
         q, k, v = q.view(shape), *(x.view(shape).repeat_interleave(group, 1) for x in (k, v))
         of_bucket = rule.within(bucket.length)
@@ -85,7 +86,7 @@ def _attend_padded(qkv: Tensor, padded: PaddedHeads, rule: AttentionRule) -> Ten
 
 @dataclass(frozen=True, eq=False)
 class _Attention:
-    """Everything that attention depends on, except its tensors."""
+    """Arguments of the functions below that autograd does not track."""
 
     packing: Packing
     heads: int
@@ -94,7 +95,8 @@ class _Attention:
 
 
 class _SequenceAttention(Function):
-    """Attention on a CPU. Saves its output and one number per query (the log-sum of the softmax)."""
+    """Attention on a CPU. For the backward pass, it saves its output and one number per query: the logarithm of the
+    softmax's denominator."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, sinks: Tensor | None, of: _Attention) -> Tensor:
@@ -131,17 +133,17 @@ def load_packed_attention() -> tuple[Callable[..., Tensor], dict[str, Any]]:
     """Import torch's flash kernel for packed sequences. Returns the function, and the options it needs for grouped
     heads.
 
-    The import takes two seconds, as long as torch itself, so ranks on a CPU must not pay for it.
+    This import takes two seconds, as long as the import of torch itself. Ranks on a CPU do not need it.
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    # torch 2.11 accepts grouped heads as they are; from 2.12 on they need a flag.
+    # torch 2.11 accepts grouped heads without a flag. From torch 2.12 on, they need `enable_gqa`.
     takes_flag = "enable_gqa" in inspect.signature(varlen_attn).parameters
     return cast(Callable[..., Tensor], varlen_attn), {"enable_gqa": True} if takes_flag else {}
 
 
 def _has_varlen_kernel(qkv: Tensor, dim: int) -> bool:
-    """Check whether the flash kernel for packed sequences supports these heads; other inputs are padded.
+    """Check whether torch's flash kernel for packed sequences supports these heads. If not, sequences are padded.
 
     It needs half precision, a multiple of 8 dims up to 256, and compute capability 8.0 (Ampere) or higher.
     """
@@ -151,7 +153,8 @@ def _has_varlen_kernel(qkv: Tensor, dim: int) -> bool:
 
 
 def _attend_exactly(qkv: Tensor, of: _Attention) -> Tensor:
-    """Compute `varlen_attention` without gradient, each row as a decode step would compute it, from keys in blocks.
+    """Compute `varlen_attention` without gradients, with the arithmetic of decode steps. Keys and values are stored
+    in blocks first, as in a KV cache.
 
     qkv: [T, (heads + 2 kv_heads) * D] -> [T, heads * D]
     """
@@ -171,7 +174,8 @@ def _attend_exactly(qkv: Tensor, of: _Attention) -> Tensor:
 
 
 class _ExactAttention(Function):
-    """Attention by the exact kernel, with the gradient of the fast kernel: only forward passes need to be exact."""
+    """Attention whose forward pass uses the exact kernel. The gradient comes from the fast kernel, because only
+    forward passes need to be exact."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, sinks: Tensor | None, of: _Attention) -> Tensor:
@@ -202,9 +206,8 @@ def varlen_attention(
     *,
     exact: bool = False,
 ) -> Tensor:
-    """Compute causal attention by a rule: a token attends to itself and to earlier tokens of its sequence.
-
-    If `exact`, a token's result equals that of a decode step, bit for bit.
+    """Compute causal attention: a token attends to itself and to earlier tokens of its sequence. `rule` adds a
+    window, a cap of scores, or sinks. If `exact`, a token's result equals that of a decode step, bit for bit.
 
     qkv: [T, (heads + 2 kv_heads) * D], queries first, then keys, then values -> [T, heads * D]
     """
@@ -230,13 +233,13 @@ def varlen_attention(
 
 
 def split_heads(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """View the queries [T, heads, D], keys and values [T, kv_heads, D]."""
+    """View `qkv` as queries [T, heads, D], keys and values [T, kv_heads, D]."""
     q, k, v = qkv.view(len(qkv), heads + 2 * kv_heads, -1).split((heads, kv_heads, kv_heads), 1)
     return q, k, v
 
 
 def find_repeated_heads(shard: Shard, device: torch.device) -> Tensor | None:
-    """Find the rows of qkv's heads to select so that each query head has its own key and value head.
+    """Find the heads of qkv to select, in order, so that each query head gets its own key and value head.
 
     Returns None if every key head of the rank serves equally many query heads. -> [3 * query heads] int64
     """

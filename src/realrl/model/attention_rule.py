@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 _EVERYTHING = 1 << 24
-"""Window that stands for no window: longer than any sequence, and exact in float32."""
+"""Window size that means "no window". It is longer than any sequence, and float32 represents it exactly."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,7 +19,8 @@ class AttentionRule:
     cap: float | None = None
     """Scores x become cap * tanh(x / cap); None leaves scores unchanged."""
     sinks: Tensor | None = None
-    """A learned score per query head of this rank that joins the softmax but has no value. [heads]"""
+    """One learned score for each query head of this rank. It counts in the softmax, but no value belongs to it.
+    [heads]"""
 
     @property
     def is_plain(self) -> bool:
@@ -31,18 +32,19 @@ class AttentionRule:
         return self.cap is not None or self.sinks is not None
 
     def within(self, length: int) -> "AttentionRule":
-        """Return an equivalent rule for sequences of up to `length` tokens: a window that hides nothing is
-        dropped."""
+        """Return an equivalent rule for sequences of up to `length` tokens. It has no window if the window hides
+        nothing."""
         hides = self.window is not None and self.window < length
         return self if hides or self.window is None else replace(self, window=None)
 
     @property
     def bounds(self) -> tuple[int, float]:
-        """Window and cap as kernels take them: a huge window stands for no window, 0 for no cap."""
+        """Window and cap as kernels take them. A huge window means no window, and a cap of 0 means no cap."""
         return self.window or _EVERYTHING, self.cap or 0.0
 
     def for_kernel(self, heads: int) -> tuple[int, float, Tensor]:
-        """Return window, cap and sinks as CPU kernels take them; a sink of -inf has no weight."""
+        """Return window, cap and sinks as CPU kernels take them. Without sinks, each head gets a sink of -inf,
+        which has no weight."""
         sinks = _no_sinks(heads) if self.sinks is None else self.sinks.detach().float()
         return *self.bounds, sinks
 

@@ -1,8 +1,8 @@
 """Paged KV cache: keys and values of sequences that are being generated, in blocks of one pool.
 
-A row's sequence lies in two segments of blocks (`layout.kv_blocks`): one holds the prompt, and all rows of the
-prompt share it; the other belongs to the row. Block tables list the blocks of each segment. The cache itself does
-not know the rows.
+A row (a prompt with its continuation) has two segments of blocks (`layout.kv_blocks`). One segment holds the
+prompt, and is shared by all rows of that prompt. The other segment belongs to the row alone. Block tables list the
+blocks of each segment. The cache itself does not know which row uses a block.
 """
 
 import torch
@@ -17,9 +17,9 @@ from realrl.model.routing import EXPERT_DTYPE, LIKELIEST, RecordedRouting
 class PagedCache:
     """Keys and values of all layers of a stage, in a pool of blocks.
 
-    k, v: [layers, blocks, kv_heads, BLOCK_TOKENS, D]. On a CPU the keys of a block are stored dim by dim, so that
-    one vector holds the scores of its tokens, and values are padded to whole vectors. experts: [layers, blocks,
-    BLOCK_TOKENS, k], the experts that tokens passed through, if they are recorded.
+    k, v: [layers, blocks, kv_heads, BLOCK_TOKENS, D]. On a CPU, the keys of a block are stored dim by dim, so that
+    a SIMD vector can hold the scores of all its tokens. Values are padded to whole vectors. experts:
+    [layers, blocks, BLOCK_TOKENS, k], the experts that tokens passed through, if they are recorded.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class PagedCache:
         return sum(pool.untyped_storage().nbytes() for pool in pools)
 
     def record(self, places: CachePlaces) -> RecordedRouting:
-        """Make a routing that records the experts of tokens at their places."""
+        """Make a routing that writes the chosen experts of tokens into the cache, at the tokens' places."""
         assert self.experts is not None, "the cache has no room for experts"
         return RecordedRouting(self.experts, (places.blocks, places.offsets), places.source, LIKELIEST)
 
@@ -74,9 +74,8 @@ class PagedCache:
         *,
         exact: bool = False,
     ) -> Tensor:
-        """Store the newest token of each row, and attend from it to its whole row.
-
-        With `exact`, the result equals that of training, bit for bit.
+        """Store keys and values of each row's newest token, and attend from this token to its whole row. With
+        `exact`, the result equals the result in training, bit for bit.
 
         qkv: [B, (heads + 2 kv_heads) * D], rotated -> [B, heads * D]
         """

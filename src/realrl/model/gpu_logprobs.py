@@ -1,4 +1,5 @@
-"""Log-probabilities of tokens on a GPU: logits are computed in chunks, and only their sums are kept."""
+"""Log-probabilities of tokens on a GPU: logits are computed in chunks, and each chunk is reduced to sums before the
+next one."""
 
 from typing import Any
 
@@ -13,12 +14,12 @@ from realrl.model.logprobs import LogprobOptions
 
 
 class TokenLogprobs(Function):
-    """Log-probabilities at the targets, and entropies; arguments as for `logprobs.compute_token_logprobs`.
+    """Log-probabilities of the targets, and entropies; arguments as for `logprobs.compute_token_logprobs`.
 
-    The backward pass recomputes the logits. This is a fourth product, in addition to three that cannot be avoided:
-    the logits, the gradient of the hidden states, and the gradient of the table. The gradient of a token's logits
-    depends on the loss, which is known only after the forward pass. Keeping the logits until then would take memory
-    for [N, V] numbers.
+    If there are several chunks, the backward pass recomputes the logits. This is a fourth product, in addition to
+    three that cannot be avoided: the logits, the gradient of the hidden states, and the gradient of the table. The
+    gradient of a token's logits depends on the loss, which is known only after the forward pass. Keeping the logits
+    until then would take memory for [N, V] numbers.
     """
 
     @staticmethod
@@ -34,7 +35,7 @@ class TokenLogprobs(Function):
         logits: Tensor | None = None
         for start in range(0, len(hidden), size):
             part = slice(start, start + size)
-            logits = None  # frees the previous chunk first, so that there is one at a time
+            logits = None  # frees the previous chunk, so that only one is in memory
             logits = _compute_logits(hidden[part], table, bias, options)
             compute_logit_sums(logits, scale, log_sums[part], None if means is None else means[part])
             torch.mul(_select(logits, targets[part], rows), scale, out=chosen[part])
@@ -73,7 +74,7 @@ class TokenLogprobs(Function):
             grad_hidden[part] = PLAIN.matmul_nt(gradient, table[:rows].T)
             if grad_table is not None:
                 PLAIN.add_weight_gradient(gradient, hidden[part], grad_table)
-            del gradient  # freed before the next chunk's is allocated
+            del gradient  # freed before the gradient of the next chunk is allocated
         return grad_hidden, None, grad_bias, *([None] * 2)
 
 
@@ -95,7 +96,7 @@ def compute_logprobs_on_gpu(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _select(values: Tensor, targets: Tensor, rows: int) -> Tensor:
-    """Select values at the targets, 0 if another rank has the target. [n, rows], [n, m] -> [n, m]"""
+    """Select the values of the targets, or 0 for targets of other ranks. [n, rows], [n, m] -> [n, m]"""
     if not rows:
         return values.new_zeros(targets.shape)
     is_local = (targets >= 0) & (targets < rows)
@@ -103,7 +104,7 @@ def _select(values: Tensor, targets: Tensor, rows: int) -> Tensor:
 
 
 def _merge_ranks(log_sums: Tensor, means: Tensor | None, group: Group) -> tuple[Tensor, Tensor | None]:
-    """Merge log-sums and means over this rank's columns into those over all ranks' columns. [N] each"""
+    """Combine the log-sums and means that each rank has computed over its own columns of the logits. [N] each"""
     if group.size == 1:
         return log_sums, means
     highest = group.max(log_sums.clone())
@@ -121,7 +122,7 @@ def _differentiate(
     options: LogprobOptions,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Compute the gradient of a chunk of logits as they were before `cap` bounded them, in type `dtype`.
+    """Compute the gradient of a chunk of logits, before they were bounded by `cap`. The result has type `dtype`.
 
     factors: gradients of the log-probabilities [n, m] -> [n, rows]
     """
@@ -135,8 +136,8 @@ def _differentiate(
         slope = 1 - (logits.gather(1, index) / cap).square()
         at_targets = at_targets * slope
     if targets.shape[1] > 1 or not rows:
-        # A target may occur twice in a row. Contributions are added in float32, before the cast to `dtype`, because
-        # the remaining gradient is small if the target is likely.
+        # A target may occur twice in a row of `targets`. Contributions are added in float32, before the cast to
+        # `dtype`, because the remaining gradient is small if the target is likely.
         compute_softmax_gradient(logits, log_sums, total, scale, bound, logits)
         if rows:
             logits.scatter_add_(1, index, at_targets)

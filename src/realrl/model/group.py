@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-# From torch 2.13 on the collectives of one tensor have these names, and the old names warn at every call.
+# From torch 2.13 on, collectives for single tensors have new names, and the old names warn at every call.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 

@@ -30,15 +30,15 @@ class ExpertBlock:
     """A layer's experts and their router. A tensor-parallel rank holds a part of the units of each expert."""
 
     router: Tensor
-    """[E, H]"""
+    """Matrix of the router. [E, H]"""
     gate_up: Tensor
     """Gate and up matrices of the experts, stacked. [E * 2 * units, H]"""
     down: Tensor
-    """[E * H, units]"""
+    """Down matrices of the experts, stacked. [E * H, units]"""
     mixture: Mixture
     activation: Activation
     layer: int
-    """Number of the layer in its stage."""
+    """Index of the layer in its pipeline stage."""
 
     def run(self, x: Tensor, matrices: Matrices, routing: Routing) -> Tensor:
         """Compute the weighted sum of each token's experts, over this rank's units. x: [T, H] -> [T, H]"""
@@ -71,7 +71,8 @@ class ExpertBlock:
         if self.mixture.scores == "softmax":
             return logits.float().softmax(1)
         # torch vectorises most of a row and computes the remaining elements one by one. The two methods differ in
-        # the last bits of float64. Rounding to float32 hides the difference, so a row does not depend on its place.
+        # the last bits of float64. Rounding to float32 hides the difference, so the scores of a row do not depend
+        # on its place.
         return logits.double().sigmoid().float()
 
 
@@ -107,10 +108,10 @@ class Norm:
     def normalize_together(
         self, heads: Tensor, weight: Tensor, shares: Tensor, total: int, group: Group
     ) -> Tensor:
-        """Normalize all heads of a token as one row, across the tensor-parallel ranks. heads: [T, n, D] -> [T, n *
-        D]
+        """Normalize all heads of a token as one row, across the tensor-parallel ranks.
 
-        weight: [n * D]; shares: [n], 1 over the number of ranks that hold a head; total: elements of a whole row.
+        heads: [T, n, D], this rank's heads; weight: [n * D]; shares: [n], 1 / the number of ranks that hold a head;
+        total: elements of a row over all ranks -> [T, n * D]
         """
         weight = add_one(weight) if self._offset else weight
         return apply_function(_NormalizeTogether, heads, weight, shares, total, self._eps, group)
@@ -149,8 +150,8 @@ class Layer(nn.Module):
     def __init__(
         self, shard: Shard, number: int, parameter: Callable[[Parameter], nn.Parameter | None]
     ) -> None:
-        """`number` counts the whole model's layers. `parameter` returns None for parameters that the family
-        lacks."""
+        """`number` is the index of the layer in the whole model. `parameter` returns None for parameters that the
+        family lacks."""
         super().__init__()
 
         def require(name: Parameter) -> nn.Parameter:
@@ -176,7 +177,7 @@ class Layer(nn.Module):
         self.k_norm = parameter("k_norm")
         self.sinks = parameter("sinks")
         self._ones: Tensor | None = None
-        """Weight of the norm of rotated heads, which has no parameter."""
+        """Ones, which serve as the weight of the norm of rotated heads. This norm has no parameter."""
         if options.qk_norm == "rotated" and number not in shard.shape.unrotated_layers:
             self._ones = torch.ones(shard.shape.head_dim, device=self.qkv.device)
         if self._norms_all:
@@ -216,13 +217,13 @@ class Layer(nn.Module):
 
     @property
     def matrices(self) -> tuple[Tensor, ...]:
-        """Weights that every row is multiplied by."""
+        """Weight matrices that multiply every token. The matrices of experts are not among them."""
         own = self.qkv, self.out, self.gate_up, self.down
         return tuple(weight for weight in own if weight is not None)
 
     @property
     def stacks(self) -> tuple[Tensor, ...]:
-        """Weights of experts, each a stack of matrices by rows."""
+        """Weights of experts. Each tensor stacks one matrix per expert along the rows."""
         return () if self._experts is None else (self._experts.gate_up, self._experts.down)
 
     def forward(
@@ -301,9 +302,9 @@ class Layer(nn.Module):
     def _finish(
         self, block: Tensor, bias: Tensor | None, norm: Tensor | None, norm_bias: Tensor | None
     ) -> Tensor:
-        """Finish a block's output, which tensor-parallel ranks have summed, for the residual stream.
+        """Add the bias to a block's output, then normalize and scale it. TP ranks have already summed the output.
 
-        The bias is added once, after the sum, because every rank would add it before the sum.
+        If the bias were added before this sum, every rank would add it.
         """
         if bias is not None:
             block = block + bias

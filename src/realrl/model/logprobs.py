@@ -24,10 +24,10 @@ class LogprobOptions:
     entropy: bool
     group: Group
     rows: int
-    """Rows of the table that hold this rank's part of the vocabulary."""
+    """Number of rows of the table that hold this rank's part of the vocabulary."""
     products: Products
     size: int
-    """Rows of logits that are computed at a time."""
+    """Number of rows of logits that are computed at a time."""
     cap: float | None
 
 
@@ -54,7 +54,7 @@ class _TokenLogprobs(Function):
         kept = hidden.new_empty(len(hidden), rows, dtype=torch.float32) if keeps and several else None
         for start in range(0, len(hidden), size):
             part = slice(start, start + size)
-            logp = None  # frees the previous chunk first, so that there is one at a time
+            logp = None  # frees the previous chunk, so that only one is in memory
             out = None if kept is None else kept[part]
             logits = _compute_logits(hidden[part], prepared, local_bias, products)
             if cap is not None:
@@ -107,7 +107,7 @@ class _TokenLogprobs(Function):
             grad_hidden[part] = products.matmul_nt(grad_logits, weight.T)
             if grad_weight is not None:
                 products.add_weight_gradient(grad_logits, hidden[part], grad_weight)
-            del grad_logits  # freed before the next chunk's is allocated
+            del grad_logits  # freed before the gradient of the next chunk is allocated
         return grad_hidden, None, grad_bias, *([None] * 3)
 
 
@@ -148,7 +148,7 @@ def _compute_logits(
 
 
 def _log_softmax(logits: Tensor, temperature: float, group: Group, out: Tensor | None = None) -> Tensor:
-    """Turn this rank's columns of logits into those of the log-softmax over all ranks' columns, float32.
+    """Compute this rank's columns of the log-softmax in float32. The softmax runs over the columns of all ranks.
 
     Writes to `out` if given, otherwise over `logits`.
     """
@@ -165,14 +165,14 @@ def _log_softmax(logits: Tensor, temperature: float, group: Group, out: Tensor |
 
 
 def _localise_targets(targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Find whether this rank has each target's row, and an index that is valid in both cases. [n, m] -> two of [n,
-    m]"""
+    """Find whether this rank has each target's row, and the index of this row; 0 if another rank has it. [n, m] ->
+    two of [n, m]"""
     is_local = (targets >= 0) & (targets < rows)
     return is_local, targets.masked_fill(~is_local, 0)
 
 
 def _select_targets(logp: Tensor, targets: Tensor) -> Tensor:
-    """Select log-probabilities at the targets, 0 if another rank has the target. [n, rows] -> [n, m]"""
+    """Select the log-probabilities of the targets, or 0 for targets of other ranks. [n, rows] -> [n, m]"""
     if not logp.shape[1]:
         return logp.new_zeros(targets.shape)
     is_local, index = _localise_targets(targets, logp.shape[1])
@@ -199,8 +199,8 @@ def compute_token_logprobs(
     hidden: [N, H]. table: [P, H], a parameter: its first `rows` rows are this rank's part of the vocabulary, the
     other rows are padding; P is the same on every rank of `group`. bias: [P] or None. targets: [N, m] int64,
     counted from this rank's first row. -> [N, m] float32, and [N] float32 without gradient; the same on every rank.
-    The gradient of `hidden` is this rank's part of a sum over the group; the table's gradient is added to
-    `table.grad` (`ops.find_gradient`).
+    Each rank computes a part of the gradient of `hidden`, which must be summed over the group. The table's gradient
+    is added to `table.grad` (`ops.find_gradient`).
     """
     options = LogprobOptions(
         temperature, entropy, group, rows, products, size=_chunk_size(hidden, table), cap=cap
@@ -209,8 +209,8 @@ def compute_token_logprobs(
         from realrl.model.gpu_logprobs import TokenLogprobs  # needs Triton
 
         return TokenLogprobs.apply(hidden, table, bias, targets, options)
-    # Log-probabilities are kept for the backward pass up to a limit: for large vocabularies, recomputing them costs
-    # less than their memory. With a cap they are recomputed, because its derivative needs the logits.
+    # Log-probabilities are kept for the backward pass up to a limit. For large vocabularies, recomputing them costs
+    # less than their memory. With a cap, they are recomputed, because the derivative of the cap needs the logits.
     keeps = torch.is_grad_enabled() and len(hidden) <= count_kept_logit_rows(len(table), cpu=True)
     return _TokenLogprobs.apply(hidden, table, bias, targets, options, keeps and cap is None)
 
@@ -244,8 +244,8 @@ def find_likeliest_tokens(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute log-probabilities of the targets, and of the `count` likeliest tokens, best first.
 
-    Arguments as for `compute_token_logprobs`; `first` is the token of this rank's first row. -> [N, m] float32 at
-    the targets, [N, count] int64 tokens, and [N, count] float32, without gradient and the same on every rank.
+    Arguments as for `compute_token_logprobs`; `first` is the token id of this rank's first row. -> [N, m] float32
+    at the targets, [N, count] int64 tokens, and [N, count] float32, without gradient and the same on every rank.
     """
     size = _chunk_size(hidden, table)
     weight, bias = _cut_padding(table, bias, rows)
@@ -256,7 +256,7 @@ def find_likeliest_tokens(
     logp: Tensor | None = None
     for start in range(0, len(hidden), size):
         part = slice(start, start + size)
-        logp = None  # frees the previous chunk first, so that there is one at a time
+        logp = None  # frees the previous chunk, so that only one is in memory
         logits = _compute_logits(hidden[part], prepared, bias, products)
         if cap is not None:
             cap_logits(logits, cap)

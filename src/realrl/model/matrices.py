@@ -15,7 +15,7 @@ from realrl.model.quantised import QuantisedMatrix, multiply_widened, widen_if_q
 
 
 class Matrices:
-    """Matrices of a shard in their stored form, with their adapters. Products have gradients.
+    """Matrices of a shard in their stored form, with their adapters. Products with them are differentiable.
 
     `adapters` and `quantised` are keyed by the `id` of the matrix that they belong to.
     """
@@ -36,7 +36,7 @@ class Matrices:
 class DecodeWeights(Matrices):
     """Matrices of a shard for the decode steps of one generate call, without gradients.
 
-    On a CPU the matrices are packed if packing makes products of few rows faster, or if products are exact. Packed
+    On a CPU, matrices are packed if packing makes products of few rows faster, or if products are exact. Packed
     copies, and DoRA's factors, do not follow later changes of the parameters (see `follow_parameters`). Quantised
     matrices are widened for each product instead, because packed copies would take the memory that quantisation
     saves.
@@ -98,15 +98,16 @@ class DecodeWeights(Matrices):
         if self._packed_head is None:
             return self._products.matmul_nt_float32(hidden, self._head)
         logits = self._products.multiply_packed(hidden, self._packed_head)
-        # On a CPU training rounds logits to the model's type, unless products are exact. Sampling must do the same.
+        # On a CPU, training rounds logits to the model's type, unless products are exact. Sampling must do the
+        # same.
         return logits if self._products.exact else logits.to(hidden.dtype).float()
 
 
 def _multiply_by(panels: Mapping[int, Panels], products: Products) -> Multiply:
     """Make a function that computes x @ weight.T + bias, with the packed copy of a weight if there is one.
 
-    It is a closure, because a method would make a reference cycle. Without a cycle, packed copies are freed when
-    the call ends.
+    The result is a closure, because a bound method would create a reference cycle. Without a cycle, packed copies
+    are freed when the generate call ends.
     """
 
     def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

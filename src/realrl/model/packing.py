@@ -18,11 +18,11 @@ class PaddedHeads:
     """Index tensors that convert between packed heads and padded heads, for buckets of sequences.
 
     A row is one head of one token. Padded rows are ordered (bucket, query | key | value, sequence, head, position).
-    `pad_input_index` finds each padded row among the packed rows [T * (heads + 2 kv_heads)]; padding takes an
-    arbitrary row, which the causal mask hides. `unpad_input_index` finds each packed row among the padded rows.
-    Attention's padded output rows are ordered (bucket, sequence, head, position). `pad_output_index` finds them
-    among the packed output rows [T * heads], `output_padding` lists the padding among them, and
-    `unpad_output_index` finds each packed output row among the padded rows.
+    `pad_input_index` maps padded rows to packed rows [T * (heads + 2 kv_heads)], and `unpad_input_index` maps
+    packed rows to padded rows. Padding maps to an arbitrary row, which the causal mask hides. Padded rows of
+    attention's output are ordered (bucket, sequence, head, position). `pad_output_index` maps them to packed output
+    rows [T * heads], and `unpad_output_index` maps these back. `output_padding` lists the padded output rows that
+    hold only padding.
     """
 
     heads: int
@@ -48,7 +48,7 @@ class PaddedHeads:
 
 @dataclass(frozen=True, eq=False)
 class BlockedKeys:
-    """Places of packed tokens in blocks of their sequences, as in a KV cache, and the keys that each token sees."""
+    """Arrangement of packed tokens in blocks, as in a KV cache, and the keys that each token sees."""
 
     count: int
     """Number of blocks."""
@@ -91,13 +91,13 @@ class Packing:
 
     @property
     def padded_tokens(self) -> int:
-        """Tokens of the padded layout, padding included; 0 if no layout has been computed."""
+        """Number of tokens in the padded layout, including padding; 0 if no layout has been computed."""
         layout = next(iter(self._padded.values()), None)
         return 0 if layout is None else sum(bucket.tokens for bucket in layout.buckets)
 
     @cached_property
     def starts(self) -> Tensor:
-        """First token of each sequence, and T. [B + 1] int64"""
+        """Index of the first token of each sequence, then T. [B + 1] int64"""
         return self.cu_seqlens.long()
 
     @cached_property

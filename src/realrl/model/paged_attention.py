@@ -1,7 +1,7 @@
-"""Attention over keys and values in blocks, by the kernel of the device: for decode steps, and for exact runs.
+"""Attention over keys and values in blocks, with kernels for CPU and GPU. Decode steps and exact runs use it.
 
-In exact runs a query's result depends only on the query, its keys and its values, bit for bit, because decode
-steps, prefills and training use the same kernel.
+In exact runs, decode steps, prefills and training use the same kernel. A query's result then depends only on the
+query, its keys and its values, bit for bit.
 """
 
 from dataclasses import dataclass
@@ -16,11 +16,12 @@ from realrl.model.cpu.paged_attention import attend_bfloat16, attend_float32
 from realrl.model.gpu.path import load_kernels, on_gpu
 
 RUN_QUERIES = 16
-"""Most queries of a run, unless more heads share a key: the smallest tile of a GPU's tensor cores."""
+"""Maximum number of queries in a run (neighbouring rows that share keys), unless more query heads share a key. It
+is the smallest tile of a GPU's tensor cores."""
 
 _PROMPTS_PER_THREAD = 4
-"""If there are at least this many prompts per thread, threads take whole prompts. Waiting for the last thread then
-costs little."""
+"""If there are at least this many prompts per thread, threads take whole prompts, because waiting for the last
+thread then costs little."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +31,7 @@ class CachePlaces:
     source: Tensor | None
     """Indices of the packed tokens that are stored; None for all tokens. [N] int64"""
     blocks: Tensor
-    """[N] int64"""
+    """Block of each stored token. [N] int64"""
     offsets: Tensor
     """Position within the block. [N] int64"""
 
@@ -49,9 +50,9 @@ class KeyRuns:
     own_lengths: Tensor
     """How many own keys each row sees. [N] int64"""
     starts: Tensor
-    """First row of each run, and N. [runs + 1] int64"""
+    """Index of the first row of each run, then N. [runs + 1] int64"""
     most: int
-    """Most rows of a run."""
+    """Maximum number of rows in a run."""
     longest: int
     """Upper bound on the keys that a row sees; known on the host."""
 
@@ -72,9 +73,9 @@ class CachedRows:
     own_lengths: Tensor
     """Tokens in the row's own segment, without the token that is decoded now. [B] int64"""
     prompt_starts: Tensor | None = None
-    """First row of each prompt, and B; on the host. [prompts + 1] int64"""
+    """Index of the first row of each prompt, then B; on the host. [prompts + 1] int64"""
     most: int = 0
-    """Most rows of a prompt."""
+    """Maximum number of rows that share a prompt."""
 
     @property
     def newest(self) -> CachePlaces:
@@ -111,7 +112,8 @@ def attend_to_blocks(
     qkv: Tensor, k: Tensor, v: Tensor, prompt_tables: Tensor, prompt_lengths: Tensor, own_tables: Tensor,
     own_lengths: Tensor, heads: int, window: int, cap: float, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Run `attend_to_cache` on a GPU. It is an operator of torch, so that its result has a shape in traces.
+    """Run `attend_to_cache` on a GPU. It is registered as an operator of torch, so that tracers know the shape of
+    its result.
 
     prompt_tables, own_tables: [B, blocks]; prompt_lengths, own_lengths: [B]; window, cap (0 for none) and sinks as
     in `AttentionRule`.
@@ -170,15 +172,15 @@ def _view_addresses(pool: Tensor) -> Tensor:
 
 
 def _claim_heads(prompts: int, kv_heads: int) -> int:
-    """Count the heads that a thread takes at a time.
+    """Return the number of a prompt's key/value heads that a thread takes at a time.
 
-    All heads of a prompt lie side by side, so a thread takes them together unless that leaves threads idle.
+    The heads lie side by side in memory, so a thread takes all of them unless that leaves other threads idle.
     """
     return kv_heads if prompts >= _PROMPTS_PER_THREAD * torch.get_num_threads() else 1
 
 
 def count_run_rows(heads: int, kv_heads: int) -> int:
-    """Count the rows of a run in a sequence that is prefilled or trained on."""
+    """Return the number of rows per run when sequences are prefilled or trained on."""
     return max(1, RUN_QUERIES // (heads // kv_heads))
 
 
@@ -187,8 +189,8 @@ def attend_to_runs(
 ) -> Tensor:
     """Attend from each row to the keys that it sees.
 
-    qkv: [N, (heads + 2 kv_heads) * D], only queries are read; k, v: [blocks, kv_heads, BLOCK_TOKENS, D], as a layer
-    of a `PagedCache` has them -> [N, heads * D]
+    qkv: [N, (heads + 2 kv_heads) * D], only queries are read; k, v: [blocks, kv_heads, BLOCK_TOKENS, D], as in a
+    layer of a `PagedCache` -> [N, heads * D]
     """
     kv_heads, dim = k.shape[1], k.shape[3]
     tables = runs.shared_tables, runs.shared_lengths, runs.own_tables, runs.own_lengths, runs.starts

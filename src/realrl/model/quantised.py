@@ -26,8 +26,8 @@ class QuantisedMatrix:
 
     @classmethod
     def of(cls, weight: Tensor, scales: Tensor, quantisation: Quantisation) -> "QuantisedMatrix":
-        """View stored bytes as a matrix: `weight` has the bytes of the numbers, [M, K], and `scales` those of the
-        scales, [M, 4]."""
+        """View stored bytes as a matrix. `weight` [M, K] has the bytes of the quantised numbers, `scales` [M, 4]
+        the bytes of the float32 scales."""
         return cls(weight.view(_TYPES[quantisation]), scales.view(torch.float32))
 
     def widen(self, dtype: torch.dtype) -> Tensor:
@@ -50,9 +50,10 @@ def find_matrices(
     parameter: Callable[[int, Parameter], Tensor | None],
     quantisation: Quantisation | None,
 ) -> dict[int, QuantisedMatrix]:
-    """Find the quantised matrices of (number, layer) pairs, keyed by the `id` of their bytes.
+    """Find the quantised matrices of layers, given as (number, layer) pairs. The result is keyed by the `id` of the
+    tensor with a matrix's bytes.
 
-    `parameter(number, name)` returns the bytes of a layer's scales. The result is empty if `quantisation` is None.
+    `parameter(number, name)` returns the bytes of a layer's scales. If `quantisation` is None, the result is empty.
     """
     if quantisation is None:
         return {}
@@ -72,7 +73,8 @@ def widen_if_quantised(weight: Tensor, matrices: Mapping[int, QuantisedMatrix], 
 
 
 def multiply_widened(multiply: Multiply, matrices: Mapping[int, QuantisedMatrix]) -> Multiply:
-    """Make a function that also multiplies by quantised matrices, keyed by the `id` of their bytes."""
+    """Make a function that also multiplies by quantised matrices, keyed by the `id` of the tensor with their
+    bytes."""
     if not matrices:
         return multiply
 

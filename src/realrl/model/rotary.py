@@ -23,7 +23,8 @@ class Rotation:
     """Rotation of each pair of dims, in radians per position; 0 for pairs that are not rotated. [head_dim / 2]
     float32"""
     factors: Tensor | None
-    """Factor of the cosine and sine of each pair; None if all factors are 1. [head_dim / 2] float32"""
+    """Factor that multiplies the cosine and the sine of each pair; None if all factors are 1. [head_dim / 2]
+    float32"""
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Compute cosines and sines of the angles, times the factors. [T] -> two of [T, head_dim / 2] float32"""
@@ -63,7 +64,8 @@ def make_rotation(shape: ModelShape, layer: int) -> Rotation | None:
 
 
 def _compute_frequencies(dims: int, theta: float, scaling: RopeScaling | None) -> tuple[Tensor, float]:
-    """Compute the radians per position of each pair of dims, and the factor of cosines and sines. -> [dims / 2]
+    """Compute the radians per position of each pair of dims, and the factor that multiplies cosines and sines. ->
+    [dims / 2], factor
 
     Plain frequencies are theta^(-2i / D) (Su et al. 2021, section 3.2.2).
     """
@@ -98,8 +100,8 @@ def _scale_as_llama3(plain: Tensor, scaling: RopeScaling, original: int) -> Tens
 
 
 def _scale_by_yarn(plain: Tensor, theta: float, scaling: RopeScaling, original: int) -> Tensor:
-    """Divide frequencies that make few rotations within the original length, and blend linearly by dim (arXiv
-    2309.00071, 3.2)."""
+    """Divide frequencies that make few rotations within the original length, keep those that make many, and blend
+    linearly in between (arXiv 2309.00071, 3.2)."""
     dims = 2 * len(plain)
 
     def find_dim(rotations: float) -> float:
@@ -114,8 +116,8 @@ def _scale_by_yarn(plain: Tensor, theta: float, scaling: RopeScaling, original: 
 
 
 def _find_yarn_factor(scaling: RopeScaling) -> float:
-    """Find the factor of cosines and sines: the given factor, or 0.1 ln(factor) + 1 (arXiv 2309.00071, section
-    3.4)."""
+    """Find the factor that multiplies cosines and sines: the given factor, or 0.1 ln(factor) + 1 (arXiv 2309.00071,
+    section 3.4)."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     if scaling.factor <= 1:
@@ -145,7 +147,8 @@ class _ApplyRotaryEmb(Function):
 
 
 def apply_rotary_emb(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    """Apply rotary embeddings to the first heads, in place (Su et al. 2021; halves paired as in Llama).
+    """Apply rotary embeddings to the first heads, in place (Su et al. 2021). Dim i forms a pair with dim i + D / 2,
+    as in Llama.
 
     qkv: [T, all heads * D]; cos, sin: [T, D / 2] of a `Rotation`; computed in float32.
     """

@@ -13,7 +13,8 @@ class Routing:
     def route(self, layer: int, probabilities: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
         """Choose the experts of tokens in a layer of the stage. probabilities, or other scores: [T, E] float32
 
-        -> scores that the experts' weights are taken from [T, E], and numbers of experts [T, per_token] int64
+        -> scores from which the weights of experts are taken [T, E], and indices of the chosen experts
+        [T, per_token] int64
         """
         return probabilities, probabilities.detach().topk(per_token, dim=1).indices
 
@@ -81,8 +82,9 @@ class BalancedRouting(Routing):
     The balance loss of a sequence of T tokens in a layer is E * sum over experts e of f_e * P_e. f_e is the number
     of its tokens that chose e, divided by T; P_e is the mean probability of e (Switch Transformer, arXiv
     2101.03961, equations 4 to 6; per sequence as in DeepSeek-V3, arXiv 2412.19437, equations 17 to 20). If all
-    experts are used equally, the loss is k, the number of experts per token. Choices are constants, so the loss is
-    linear in the probabilities. Scores that do not add up to 1 are divided by their sum, as in DeepSeek-V3.
+    experts are used equally, the loss is k, the number of experts per token. The gradient treats choices as
+    constants, so the loss is linear in the probabilities. Scores that do not add up to 1 are divided by their sum,
+    as in DeepSeek-V3.
     """
 
     def __init__(
@@ -94,8 +96,9 @@ class BalancedRouting(Routing):
         lengths: Tensor,
         coefficient: Tensor | None,
     ) -> None:
-        """rows: [T], the sequence of each token. lengths: [B], the tokens of each sequence. `coefficient`, a
-        scalar, is the factor of each sequence's balance loss in the trained loss; None leaves the loss out."""
+        """rows: [T], the sequence of each token. lengths: [B], the number of tokens of each sequence.
+        `coefficient`, a scalar, is the factor of each sequence's balance loss in the trained loss; None leaves the
+        loss out."""
         self._inner, self._counts, self._coefficient = inner, counts, coefficient
         self._rows, self._lengths = rows, lengths
         self._counted: set[int] = set()
@@ -103,14 +106,15 @@ class BalancedRouting(Routing):
         twice."""
 
     def route(self, layer: int, probabilities: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
-        """Choose as `inner` does; the returned scores also pass on the gradient of the balance loss."""
+        """Choose the same experts as `inner`. In the backward pass, the returned scores also get the gradient of
+        the balance loss."""
         probabilities, experts = self._inner.route(layer, probabilities, per_token)
         counts = self._count(experts, probabilities.shape[1])
         slopes = self._find_slopes(counts)
         if layer not in self._counted:
             self._counted.add(layer)
             self._counts.chosen[layer] += counts.sum(0)
-            # On a GPU, a sum over tokens has a fixed order, but a scatter-add by sequence does not.
+            # A GPU's sum over tokens has a fixed order. A scatter-add by sequence would not.
             scores = probabilities.detach()
             losses = (scores * slopes[self._rows]).sum(1, dtype=torch.float64) / scores.sum(1)
             self._counts.losses[layer] += losses.sum()

@@ -19,10 +19,10 @@ from realrl.model.group import Group, all_gather, reduce_scatter
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """TP ranks of a forward pass over `tokens` tokens in all.
+    """Communication of the TP ranks in a forward pass over `tokens` tokens.
 
-    Between layers each rank holds the hidden states of all tokens. With `sequence_parallel` it holds an equal part:
-    ceil(tokens / size) rows, padded at the end.
+    Between layers, each rank holds the hidden states of all tokens. With `sequence_parallel`, it holds an equal
+    part: ceil(tokens / size) rows, padded at the end.
     """
 
     group: Group
@@ -30,10 +30,11 @@ class TensorParallel:
     sequence_parallel: bool = False
 
     def copy_to_region(self, x: Tensor) -> Tensor:
-        """Copy hidden states into column-parallel matrices; with sequence parallelism, gather them. -> [tokens, H]
+        """Pass hidden states to column-parallel matrices; with sequence parallelism, gather them first. ->
+        [tokens, H]
 
-        Megatron's f (`copy_to_tensor_model_parallel_region`, `gather_from_sequence_parallel_region`). The gradients
-        of the ranks are summed in the backward pass.
+        This is Megatron's f (`copy_to_tensor_model_parallel_region`, `gather_from_sequence_parallel_region`). The
+        backward pass sums the gradients of the ranks.
         """
         if self.group.size == 1:
             return x
@@ -42,10 +43,11 @@ class TensorParallel:
         return _CopyToRegion.apply(x, self.group)
 
     def reduce_from_region(self, partial: Tensor) -> Tensor:
-        """Reduce outputs of row-parallel matrices; with sequence parallelism, reduce-scatter them. partial:
-        [tokens, H] -> this rank's rows of the sum
+        """Sum outputs of row-parallel matrices over the ranks; with sequence parallelism, reduce-scatter them.
+        partial: [tokens, H] -> this rank's rows of the sum
 
-        Megatron's g (`reduce_from_tensor_model_parallel_region`, `reduce_scatter_to_sequence_parallel_region`).
+        This is Megatron's g (`reduce_from_tensor_model_parallel_region`,
+        `reduce_scatter_to_sequence_parallel_region`).
         """
         if self.group.size == 1:
             return partial
@@ -56,7 +58,8 @@ class TensorParallel:
         )
 
     def own_rows(self, values: Tensor) -> Tensor:
-        """Select the values of the tokens whose hidden states this rank holds. [tokens] -> [rows], padded by 0"""
+        """Select the values of the tokens whose hidden states this rank holds. [tokens] -> [rows], padded with
+        zeros"""
         if self.group.size == 1 or not self.sequence_parallel:
             return values
         rows = -(-self.tokens // self.group.size)
@@ -64,9 +67,10 @@ class TensorParallel:
         return F.pad(own, (0, rows - len(own)))
 
     def gather_from_region(self, x: Tensor) -> Tensor:
-        """Gather hidden states for layers that every rank computes in full, with equal gradients. -> [tokens, H]
+        """Gather hidden states for layers that every rank computes in full. Gradients are then equal on all ranks.
+        -> [tokens, H]
 
-        Megatron's `gather_from_sequence_parallel_region` with `tensor_parallel_output_grad=False`.
+        This is Megatron's `gather_from_sequence_parallel_region` with `tensor_parallel_output_grad=False`.
         """
         if self.group.size == 1 or not self.sequence_parallel:
             return x

@@ -31,14 +31,14 @@ from realrl.model.tensor_parallel import TensorParallel
 
 Section = int | Literal["embedding", "head"]
 """The embedding, a layer (by its number in the stage), or the final norm with the head. If embeddings are tied and
-one stage has both ends, the head also needs the embedding's parameters."""
+one stage has both embedding and head, the head also needs the embedding's parameters."""
 
 
 class SectionHooks:
-    """Hooks that a forward pass calls at the borders of sections. The hooks of this class do nothing.
+    """Hooks that a forward pass calls at the start and the end of each section. The hooks of this class do nothing.
 
-    The head is entered with the hidden states before the final norm. It is never left, since its outputs are
-    computed later, by `compute_logprobs` for example.
+    The head is entered with the hidden states before the final norm. `leave` is not called for the head, because
+    its outputs are computed later (for example, by `compute_logprobs`).
     """
 
     def enter(self, section: Section, x: Tensor) -> Tensor:
@@ -57,8 +57,8 @@ AttentionFunction = Callable[[int, Tensor, AttentionRule], Tensor]
 class Transformer(nn.Module):
     """Decoder, or one rank's shard of it. Its parameters are views of memory that other objects own.
 
-    `weights(*names)` returns a view of the rank's rows of these global tensors, stacked. `sources` maps each
-    parameter's name to the global tensors that it is stacked from. `tensor_group` has the ranks with the
+    `weights(*names)` returns a view of the rank's rows of the global tensors with these names, stacked. `sources`
+    maps each parameter's name to the global tensors that it is stacked from. `tensor_group` has the ranks with the
     tensor-parallel shards of this stage. `products` determines how matrices are multiplied.
     """
 
@@ -227,7 +227,8 @@ class Transformer(nn.Module):
         return self._run_layers(x, positions, attend, tp, weights, routing)
 
     def _make_tp(self, packing: Packing) -> TensorParallel:
-        """Make the TP communication of training and inference; prefill and decoding do not divide tokens."""
+        """Make the TP communication for training and inference. Prefill and decode steps make their own, because
+        they never use sequence parallelism."""
         return TensorParallel(self.tensor_group, len(packing.positions), self._sequence_parallel)
 
     def _repeat_kv_heads(self, qkv: Tensor) -> Tensor:
@@ -301,7 +302,8 @@ class Transformer(nn.Module):
         return self._table[: len(self.shard.vocabulary)]
 
     def compute_logits(self, hidden: Tensor, weights: DecodeWeights | None = None) -> Tensor:
-        """Compute unscaled logits over the whole vocabulary, without gradient. hidden: [N, H] -> [N, V] float32
+        """Compute logits over the whole vocabulary, at temperature 1 and without gradient. hidden: [N, H] -> [N, V]
+        float32
 
         `weights` are the matrices of decode steps, which may hold a packed copy of the head.
         """

@@ -1,7 +1,7 @@
 """Axes of a mesh: what the ranks along each axis divide among themselves, and how coordinates number the ranks.
 
-Only this module lists the axes. Strategies, plan files, process groups, layouts and the planner derive from it. A
-new axis needs one entry here, and the code that uses it.
+Only this module lists the axes. Strategies, plan files, process groups, layouts and the planner derive from its
+list. A new axis needs one entry here, and the code that uses it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -77,7 +77,7 @@ def _columns(axes: tuple[Axis, ...]) -> Mapping[str, int]:
 
 
 def column_of(axis: str) -> int:
-    """Find the place of an axis in `Degrees.values`; KeyError if there is no such axis."""
+    """Find the place of an axis in `Degrees.values`. Raises KeyError if there is no such axis."""
     return _columns(AXES)[axis]
 
 
@@ -93,8 +93,8 @@ class Degrees:
 
     @classmethod
     def of(cls, degrees: Mapping[str, int]) -> "Degrees":
-        """Make degrees from numbers by axis name; axes that are not named get 1. KeyError for a name that is not an
-        axis."""
+        """Make degrees from numbers by axis name; axes that are not named get 1. Raises KeyError for a name that is
+        not an axis."""
         values = [1] * len(AXES)
         for axis, degree in degrees.items():
             values[column_of(axis)] = degree
@@ -109,7 +109,7 @@ class Degrees:
         return prod(self.values)
 
     def changed(self, degrees: Mapping[str, int]) -> "Degrees":
-        """Copy with other degrees on some axes; KeyError for a name that is not an axis."""
+        """Copy with other degrees on some axes. Raises KeyError for a name that is not an axis."""
         return Degrees.of({**self.named(), **degrees})
 
     def named(self) -> dict[str, int]:
@@ -140,11 +140,12 @@ class Degrees:
         return sum(index * strides[axis][1] for axis, index in coordinates.items())
 
     def stride(self, axis: str) -> int:
-        """Distance of neighbours along an axis."""
+        """Difference of the positions of neighbours along an axis."""
         return _strides(AXES, self.values)[axis][1]
 
     def offsets(self, *axes: str) -> tuple[int, ...]:
-        """List the positions of the group at the origin along these axes; the last axis changes fastest."""
+        """List the positions of the group that contains position 0 along these axes; the last axis changes
+        fastest."""
         return _offsets(AXES, self.values, axes)
 
     def origins(self, *axes: str) -> tuple[int, ...]:

@@ -15,7 +15,8 @@ class Cluster:
     """Nodes and the number of devices in each; ranks are numbered node by node."""
 
     runs: tuple[tuple[int, int], ...]
-    """(number of nodes, devices in each) of each run of equal nodes; neighbouring runs differ in devices."""
+    """(number of nodes, devices in each node) for each run of equal nodes; neighbouring runs differ in devices per
+    node."""
 
     def __init__(self, nodes: int, devices_per_node: int, *further: tuple[int, int]) -> None:
         """Make `nodes` nodes of `devices_per_node` devices, followed by more runs. Raises UserError for numbers
@@ -73,7 +74,8 @@ class Cluster:
 
     @classmethod
     def parse(cls, text: str) -> "Cluster":
-        """Read `NODESxDEVICES`, or several joined by `+`, such as `2x8` or `2x8+1x4`; UserError for other texts."""
+        """Read `NODESxDEVICES`, or several joined by `+`, such as `2x8` or `2x8+1x4`. Raises UserError for other
+        texts."""
         matches = [re.fullmatch(r"(\d{1,9})x(\d{1,9})", part.strip()) for part in text.split("+")]
         runs = [(int(match[1]), int(match[2])) for match in matches if match is not None]
         if len(runs) < len(matches):

@@ -1,5 +1,6 @@
-"""Groups of ranks that communicate under a plan, and the NCCL communicators for these groups. Both depend only on
-the plan. The runtime makes the communicators, and the planner reserves memory for them."""
+"""Groups of ranks that communicate under a plan, and the NCCL communicators for these groups. Groups and
+communicators depend only on the plan. The runtime makes the communicators, and the planner reserves memory for
+them."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -104,10 +105,10 @@ def list_groups(placement: Placement) -> Iterator[tuple[Role, RankSet]]:
 
 
 def list_communicators(rank_sets: RankSets, world: int) -> tuple[Communicator, ...]:
-    """List the communicators for groups; the first is the communicator of all ranks, which reallocates. Groups of
-    the same ranks share one communicator.
+    """List the communicators for groups; the first is the communicator of all ranks, which reallocates parameters.
+    Groups of the same ranks share one communicator.
 
-    Both directions of a pipeline also share one, because NCCL delivers in the order of posting; see
+    Both directions of a pipeline also share one communicator, because NCCL delivers in the order of posting; see
     `engine.pipeline`. Groups of all ranks share the communicator of all ranks if it has enough thread blocks.
     """
     everyone = tuple(range(world))

@@ -47,7 +47,7 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str) -> "Mesh":
-        """Read `FIRST-LAST` or a single rank; UserError for anything else."""
+        """Read `FIRST-LAST` or a single rank. Raises UserError for anything else."""
         match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", text.strip())
         if match is None or (match[2] is not None and int(match[2]) < int(match[1])):
             raise UserError(f"mesh {text!r} is not understood; write FIRST-LAST, for example 0-7")
@@ -67,13 +67,14 @@ class Strategy:
     sequence_parallel: bool
     """Whether TP ranks also split tokens in the layers that they would otherwise replicate."""
     dtype: Dtype | None
-    """Data type of the parameters; None for the role's own. With another data type, a call has another layout and
-    needs a copy of the parameters."""
+    """Data type of the parameters; None for the data type of the role. A call with another data type has another
+    layout, and needs a copy of the parameters."""
     recompute: bool
     """Whether training checkpoints activations: it keeps only the inputs of layers, and recomputes their other
     activations."""
     zero: int
-    """Stage of ZeRO: ranks shard the optimizer state (1), also gradients (2), also parameters (3)."""
+    """Stage of ZeRO. Data-parallel ranks shard the optimizer state (stage 1), gradients too (2), or parameters too
+    (3)."""
 
     def __init__(
         self,
@@ -167,7 +168,7 @@ class Strategy:
 
 @dataclass(frozen=True, order=True)
 class Placement:
-    """Mesh and strategy of a call. Coordinates on the axes number the ranks of the mesh, see `plan.axes`."""
+    """Mesh and strategy of a call. Coordinates on the axes number the ranks of the mesh (see `plan.axes`)."""
 
     mesh: Mesh
     strategy: Strategy
@@ -196,7 +197,8 @@ class Placement:
         return tuple(self.index(rank, axis) for axis in axes)
 
     def item_index(self, rank: int) -> int:
-        """Find which share of a batch a global rank of the mesh works on: its data-parallel coordinate."""
+        """Find the index of the share of a batch that a global rank of the mesh works on. It is the rank's
+        data-parallel coordinate."""
         return self.index(rank, *axes_dividing(Divided.ITEMS))
 
     def stage(self, rank: int) -> int:
@@ -204,25 +206,28 @@ class Placement:
         return self.index(rank, *axes_dividing(Divided.LAYERS))
 
     def is_copy(self, rank: int) -> bool:
-        """Check whether a lower rank holds and computes the same, because an axis between them divides nothing."""
+        """Check whether this rank only repeats what a lower rank holds and computes, along an axis that divides
+        nothing."""
         return self.index(rank, *axes_dividing(None)) > 0
 
     @property
     def output_ranks(self) -> tuple[int, ...]:
-        """Output rank of each share of a batch: the first rank of the last stage that works on it."""
+        """Ranks that have the outputs: for each share of a batch, the first rank of the last stage that works on
+        it."""
         last = self.rank(**{axis: self.strategy.degrees[axis] - 1 for axis in axes_dividing(Divided.LAYERS)})
         return tuple(last + offset for offset in self.strategy.degrees.offsets(*axes_dividing(Divided.ITEMS)))
 
     @property
     def layout(self) -> str:
-        """Text such as `d2 t1 p1 @0-1`; equal for two placements exactly if their parameters have the same
+        """Text such as `d2 t1 p1 @0-1`; it is equal for two placements exactly if their parameters have the same
         layout."""
         s = self.strategy
         sharded = " z3" if s.shards_parameters else ""
         return f"{s.degrees}{sharded} @{self.mesh}{f' {s.dtype}' if s.dtype else ''}"
 
     def __str__(self) -> str:
-        """Format the placement in one line: `d2 t1 p1 @0-1 mb=8192`, then ` sp`, ` rc` and ` z2` if they are on."""
+        """Format the placement in one line: `d2 t1 p1 @0-1 mb=8192`, then ` sp`, ` rc` and ` z2` if these settings
+        are on."""
         s = self.strategy
         on = {"sp": s.sequence_parallel, "rc": s.recompute, "z2": s.zero == 2}
         flags = "".join(f" {name}" for name, value in on.items() if value)
@@ -230,7 +235,7 @@ class Placement:
 
     @classmethod
     def parse(cls, text: str) -> "Placement":
-        """Read the text form; UserError for anything else."""
+        """Read the text form. Raises UserError for anything else."""
         form = (
             degrees_pattern() + r"(?P<z3>z3 )?@(?P<mesh>\S+)(?: (?P<dtype>float32|mixed|bfloat16))?"
             r" mb=(?P<tokens>\d+)(?P<sp> sp)?(?P<rc> rc)?(?P<z2> z2)?"

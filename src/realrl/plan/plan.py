@@ -28,18 +28,20 @@ class _Entry(Settings):
     """One call in a plan file, without its degrees of parallelism, which `_entry_model` adds."""
 
     mesh: str
-    """Ranks, as FIRST-LAST or one rank."""
+    """Ranks of the call, written as FIRST-LAST, or a single rank."""
     micro_batch_tokens: PositiveInt | None = None
-    """Maximum tokens in one forward pass; the recipe's number if not given."""
+    """Maximum tokens in one forward pass. The default is the number in the recipe."""
     sequence_parallel: bool = False
     """Whether TP ranks also split tokens in the layers that they would otherwise replicate."""
     dtype: Dtype | None = None
-    """Data type of the parameters in a call that does not train; the role's own if not given."""
+    """Data type of the parameters, only for a call that does not train. The default is the data type of the
+    role."""
     recompute: bool = False
     """Whether training checkpoints activations: it keeps only the inputs of layers, and recomputes their other
     activations."""
     zero: Literal[1, 2, 3] = 1
-    """Stage of ZeRO: ranks shard the optimizer state (1), also gradients (2), also parameters (3)."""
+    """Stage of ZeRO. Data-parallel ranks shard the optimizer state (stage 1), gradients too (2), or parameters too
+    (3)."""
 
     @field_validator("mesh", mode="before")
     @classmethod
@@ -72,7 +74,7 @@ class _File(Settings):
     """A plan file. Entries are validated one by one, so that errors name the call."""
 
     cluster: str
-    """Devices, as nodes x devices per node; joined by `+` if nodes differ."""
+    """Devices, written as NODESxDEVICES_PER_NODE, such as 2x8. If nodes differ, join several of these by `+`."""
     calls: dict[str, Any]
     """Name of a call -> its placement."""
     offload: tuple[str, ...] = Field(default=(), strict=False)
@@ -114,7 +116,7 @@ class Plan:
     keep: tuple[str, ...] = ()
 
     def __getitem__(self, call: str) -> Placement:
-        """Find the placement of a call; KeyError if the plan has none."""
+        """Find the placement of a call. Raises KeyError if the plan has none."""
         return self.placements[call]
 
     def check(self, graph: DataflowGraph, shapes: Mapping[str, ModelShape] | None = None) -> None:
@@ -179,8 +181,8 @@ class Plan:
             )
 
     def _check_layouts(self, calls: Sequence[Call]) -> None:
-        """Check that settings suit the kinds of calls, that calls with the same layout agree on sequence
-        parallelism, and that all training of a role has one layout."""
+        """Check that settings suit the kinds of calls, and that all training of a role has one layout. Calls with
+        the same layout must also agree on sequence parallelism."""
         first: dict[str, Call] = {}
         for call in calls:
             other = first.setdefault(self[call.name].layout, call)
@@ -290,8 +292,8 @@ class Plan:
 
 
 def _check_function_entry(name: str, entry: _Entry) -> None:
-    """Raise UserError if a function has more than a mesh and dp: it has no parameters to divide and no tokens to
-    batch."""
+    """Raise UserError if a function has more than a mesh and dp, because it has no parameters to divide and no
+    tokens to batch."""
     allowed = ("mesh", *axes_dividing(Divided.ITEMS))
     for field in type(entry).model_fields:
         if field in entry.model_fields_set and field not in allowed:

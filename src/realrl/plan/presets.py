@@ -23,8 +23,8 @@ SEARCH = "search"
 
 
 def symmetric(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, shapes: Shapes) -> Plan:
-    """Every call on all devices under the same strategy: data parallelism. The "flattening" of Xiao et al. (2023,
-    arXiv 2312.11819)."""
+    """Every call runs on all devices, with data parallelism. This is the "flattening" of Xiao et al. (2023, arXiv
+    2312.11819)."""
     everywhere = Mesh(0, cluster.size)
     placement = _data_parallel(everywhere, micro_batch_tokens)
     return Plan(cluster, {call.name: placement for call in _models(graph)} | _functions(graph, everywhere))
@@ -33,9 +33,9 @@ def symmetric(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, s
 def disjoint(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, shapes: Shapes) -> Plan:
     """Each role has devices of its own, so that calls of different roles run side by side.
 
-    The simplest disjoint placement, without separate engines for generation (see `openrlhf`). Every role gets the
-    same number of devices, the largest that makes valid meshes, and uses them for data parallelism. A function
-    runs where its first input is produced.
+    This is the simplest disjoint placement. It has no separate engines for generation (see `openrlhf`). Every role
+    gets the same number of devices, the largest that makes valid meshes, and uses them for data parallelism. A
+    function runs where its first input is produced.
     """
     roles = graph.roles
     if cluster.size < len(roles):
@@ -54,13 +54,13 @@ def disjoint(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, sh
 
 
 def interleave(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, shapes: Shapes) -> Plan:
-    """Generation and training on all devices; inference calls that do not depend on each other get exclusive parts
-    of the cluster and run side by side.
+    """Generation and training run on all devices. Inference calls that do not depend on each other get exclusive
+    parts of the cluster and run side by side.
 
-    The "interleaving" of Xiao et al. (2023, arXiv 2312.11819). Larger models get larger parts. If there are fewer
-    devices than such calls, calls share a device. Every part is used for data parallelism. Trained models live on
-    all devices, and a copy of their parameters is made on a part while inference needs it. Functions use no device
-    and run on all hosts.
+    This is the "interleaving" of Xiao et al. (2023, arXiv 2312.11819). Larger models get larger parts. If there are
+    more such calls than devices, several calls share a device. Every part is used for data parallelism. Trained
+    models stay on all devices. While inference needs their parameters on a part, a copy is made there. Functions
+    use no device and run on all hosts.
     """
     everywhere = Mesh(0, cluster.size)
     meshes = {call.name: everywhere for call in _models(graph)}
@@ -79,11 +79,11 @@ def interleave(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, 
 
 
 def separate(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, shapes: Shapes) -> Plan:
-    """Devices split into a training side and an inference side. Generation, all inference and functions run on the
-    inference side, which has shadow copies of trained models; these are refreshed once after each update.
+    """Devices are split into a training side and an inference side. Generation, all inference and functions run on
+    the inference side. It has shadow copies of trained models, which are refreshed once after each update.
 
-    The "separation" of Xiao et al. (2023, arXiv 2312.11819). The two sides are halves of the cluster, or the
-    training side is larger if the cluster has no halves. Each is used for data parallelism.
+    This is the "separation" of Xiao et al. (2023, arXiv 2312.11819). The two sides are halves of the cluster, or
+    the training side is larger if the cluster has no halves. Each side is used for data parallelism.
     """
     if cluster.size < 2:
         raise UserError(f"plan separate needs at least 2 devices; cluster {cluster} has {cluster.size}")
@@ -98,11 +98,11 @@ def separate(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, sh
 
 
 def heuristic(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, shapes: Shapes) -> Plan:
-    """Every call on all devices, with tensor parallelism inside a node and pipeline parallelism between nodes: tp
-    = devices per node, pp = nodes, dp = 1. Functions run on all hosts.
+    """Every call runs on all devices, with tensor parallelism inside a node and pipeline parallelism between nodes:
+    tp = devices per node, pp = nodes, dp = 1. Functions run on all hosts.
 
-    The Megatron-style baseline of ReaL (Mei et al. 2024, arXiv 2406.14088). If nodes differ in size, tp is the
-    greatest common divisor of their devices, and a node has several stages.
+    This is the Megatron-style baseline of ReaL (Mei et al. 2024, arXiv 2406.14088). If nodes differ in size, tp is
+    the greatest common divisor of their devices, and a node has several stages.
     """
     tp = gcd(*(devices for _, devices in cluster.runs))
     pp = cluster.size // tp
@@ -112,10 +112,11 @@ def heuristic(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, s
 
 
 def deepspeed_chat(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, shapes: Shapes) -> Plan:
-    """Every call on all devices: training and inference under ZeRO-3, generation by the hybrid engine, with tensor
-    parallelism inside a node and data parallelism over nodes.
+    """Every call runs on all devices. Training and inference use ZeRO-3. Generation uses the hybrid engine, with
+    tensor parallelism inside a node and data parallelism over nodes.
 
-    DeepSpeed-Chat (Yao et al. 2023, arXiv 2308.01320, section 4). A single device has nothing to shard.
+    This is the strategy of DeepSpeed-Chat (Yao et al. 2023, arXiv 2308.01320, section 4). A single device has
+    nothing to shard.
     """
     everywhere = Mesh(0, cluster.size)
     placements = {}
@@ -131,13 +132,14 @@ def deepspeed_chat(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: i
 
 
 def openrlhf(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, shapes: Shapes) -> Plan:
-    """Equal parts of the devices for the generation engines and for each trained role, under ZeRO-3; frozen roles
-    share the parts of trained roles, one after the other, starting with the last part. Engines get the weights
-    after each update.
+    """The generation engines and each trained role get equal parts of the devices. Training and inference use
+    ZeRO-3. Frozen roles are placed on the parts of trained roles, starting with the last part. Engines get the
+    weights after each update.
 
-    OpenRLHF (Hu et al. 2024, arXiv 2405.11143), with the parts that its performance guide recommends: generation,
-    actor and critic 1:1:1, the reference beside the actor, the reward model beside the critic. Engines use tensor
-    parallelism inside a node. A function runs on the devices of the first call that it reads from.
+    This is the strategy of OpenRLHF (Hu et al. 2024, arXiv 2405.11143), with the parts that its performance guide
+    recommends: generation, actor and critic 1:1:1, the reference beside the actor, the reward model beside the
+    critic. Engines use tensor parallelism inside a node. A function runs on the devices of the first call that it
+    reads from.
     """
     generating = tuple(call for call in graph.calls if call.kind is Kind.GENERATE)
     owners = [role for role in graph.roles if graph.trained(role)]

@@ -1,4 +1,5 @@
-"""Instructions of programs. Each names all ranks that execute it together, so that it can be read on its own."""
+"""Instructions of programs. Each instruction names all ranks that execute it together, so that it can be read on
+its own."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -23,8 +24,8 @@ class Reallocate:
     """Reallocate a role's parameter set from the layout of `source` to the layout of `target`, on the ranks of
     both.
 
-    With `mix` this is an EMA update of the role `into`, whose set is already in the layout of `target`. The set
-    becomes (1 - mix) * old + mix * received.
+    With `mix`, the instruction is an EMA update of the role `into`, whose set is already in the layout of `target`.
+    The set becomes (1 - mix) * old + mix * received.
     """
 
     role: str
@@ -72,8 +73,8 @@ class Load:
 class Run:
     """Execute a call on the ranks of its placement.
 
-    A function, which has no role, is only started. Its rank continues, and waits for the result at the next
-    `ShareLengths`, `Send` or `Report` that needs it, at the latest at the end of the step.
+    A function, which has no role, is only started. Its rank continues. It waits for the result at the next
+    `ShareLengths`, `Send` or `Report` that needs the result, or else at the end of the step.
     """
 
     call: str

@@ -55,8 +55,8 @@ def kept_copies(
 ) -> dict[str, tuple[Placement, ...]]:
     """For each role, find the placements of the copies that a plan keeps.
 
-    A role has one copy for each layout that its calls use, except the layout of its home. Copies are in the order
-    of these calls. `graph` must be the graph of the training step.
+    A role has one copy for each layout that its calls use, except its home layout, in which its parameters stay
+    between steps. Copies are in the order of these calls. `graph` must be the graph of the training step.
     """
     kept: dict[str, tuple[Placement, ...]] = {}
     for role in plan.keep:
@@ -80,8 +80,8 @@ def lower(
 
     `homes` and `kept` locate each role's parameters when the step starts; see `home_placements` and `kept_copies`.
     A copy in another layout is made before the first call that needs it, and released after the last such call. A
-    kept copy stays; the parameter sets that a call changed are refreshed in it. `parts` has the trained part of
-    each role that is trained only in part; it determines the role's parameter sets.
+    kept copy is never released. After a call that changes parameters, the changed parameter sets are sent to it.
+    `parts` has the trained part of each role that is trained only in part; it determines the role's parameter sets.
 
     All programs are parts of one global order of instructions, and nothing waits for a later instruction, so they
     cannot deadlock. `validate` checks this for any programs.
@@ -154,7 +154,8 @@ class _Lowering:
         self._programs: list[list[Instruction]] = [[] for _ in range(plan.cluster.size)]
 
     def _decide(self) -> Decisions:
-        """Make the arrays of the plan's decisions; rows of calls come first, then rows of homes."""
+        """Make the arrays of the plan's decisions. Rows of calls come first; then each role has a row for its home
+        placement, which holds its parameters between steps."""
         calls = self.graph.calls
         places = [*(self.plan[call.name] for call in calls), *self.homes.values()]
         numbers: dict[str, int] = {}
@@ -219,7 +220,7 @@ class _Lowering:
                     self.emit(release.placement.ranks, release)
 
     def copy(self, kind: type[Load] | type[Offload], role: str) -> None:
-        """Load a role's parameters into device memory at home, or offload them again."""
+        """Load a role's parameters into device memory in its home layout, or offload them again."""
         home = self.homes[role]
         for name in set_names(role, self.parts):
             self.emit(home.ranks, kind(role, home, "parameters", name))
@@ -252,9 +253,8 @@ class _Lowering:
             self.emit(placement.ranks, Offload(role, placement, "optimizer", name))
 
     def hand_on(self, call: Call) -> None:
-        """Emit what follows a call: lengths of its outputs, then rows for its consumers.
-
-        Rows of earlier calls follow too, if their senders needed these lengths to divide the items.
+        """Emit the instructions that follow a call: share the lengths of its outputs, then send rows to its
+        consumers. Rows of earlier calls are sent too, if their senders needed these lengths to divide the items.
         """
         graph, output_ranks = self.graph.graph, self.plan[call.name].output_ranks
         for key in call.outputs:

@@ -44,7 +44,7 @@ class StoredModel:
     trained: bool
     part: TrainablePart = WHOLE
     exact: bool = False
-    """Whether a forward pass computes the same for a token at every place in a batch (`exact` of a recipe)."""
+    """Whether a token's result in a forward pass is the same at every place in a batch (`exact` of a recipe)."""
     base: str | None = None
     """Name of the frozen weights in the set `base`, if roles with the same weights can share their memory."""
 
@@ -76,7 +76,7 @@ class HeldState:
     layout: str
     state: StateKind
     host: bool = False
-    """Whether it is the host copy of offloaded state, on devices that use the host's memory."""
+    """Whether this is the host copy of offloaded state, on devices that use the host's memory."""
     parameter_set: str = BASE
 
     def __str__(self) -> str:
@@ -113,7 +113,7 @@ class Memory:
         self._shared = shared
         self.stored, self._homes, self._offloaded, self._kept = stored, homes, offloaded, kept
         self.holders = find_holders(list_sharers(stored), homes)
-        """Role whose set `base` shares memory with other roles at home -> the role that holds this memory."""
+        """Role whose set `base` shares memory with other roles between steps -> the role that holds this memory."""
         self._layouts: dict[tuple[str, str, str], Layout] = {}
         self._numbers: dict[tuple[str, str, str, tuple[int, ...]], int] = {}
 
@@ -127,7 +127,7 @@ class Memory:
 
     @property
     def resting(self) -> tuple[Placement, ...]:
-        """Placements that hold state between steps: homes and kept copies."""
+        """Placements that hold state between steps: home placements, and placements of kept copies."""
         return (*self._homes.values(), *(copy for copies in self._kept.values() for copy in copies))
 
     def at_rest(self, rank: int) -> Holdings:
@@ -169,7 +169,7 @@ class Memory:
     def _items(
         self, role: str, placement: Placement, state: StateKind, rank: int, *, host: bool = False
     ) -> dict[HeldState, int]:
-        """Count one kind of state for every parameter set of a role."""
+        """Count the bytes of one kind of state for every parameter set of a role."""
         found: dict[HeldState, int] = {}
         for name in self.stored[role].sets if role in self.stored else ():
             elsewhere = name == BASE and self.holders.get(role, role) != role
@@ -242,9 +242,9 @@ def count_training_state(zero: int, dp: Any, elements: Any, element_bytes: int) 
     """Count the bytes of gradients and optimizer state on a rank that accumulates the gradients of `elements`
     parameters.
 
-    Under ZeRO-1 these are all parameters that the rank computes with, otherwise the parameters that it updates.
-    `element_bytes` is the width of a parameter. Float32 master weights exist for narrower parameters, and under
-    ZeRO-2, which updates a copy of a rank's part.
+    Under ZeRO-1, `elements` counts all parameters that the rank computes with; otherwise, only the parameters that
+    it updates. `element_bytes` is the width of a parameter. Float32 master weights exist for narrower parameters,
+    and under ZeRO-2, which updates a copy of a rank's part.
     """
     masters = element_bytes < _FLOAT32 or zero == 2
     parts, divisor = 2 + masters, dp if zero == 1 else 1
@@ -270,8 +270,8 @@ def order_sharers(bases: Mapping[str, str | None], heads: Mapping[str, Head]) ->
 
 
 def find_holders(sharers: Iterable[tuple[str, ...]], homes: Mapping[str, Placement]) -> dict[str, str]:
-    """For each role that shares its set `base` at home, find the role that holds the set, which may be the role
-    itself. Roles share the set if their homes have the same layout; other roles are left out."""
+    """For each role that shares its set `base` between steps, find the role that holds the set, which may be the
+    role itself. Roles share the set if their home placements have the same layout. Other roles are left out."""
     holders: dict[str, str] = {}
     for group in sharers:
         at_home: dict[str, list[str]] = {}
@@ -296,7 +296,7 @@ def check_offloading(plan: Plan, holders: Mapping[str, str]) -> None:
 
 
 EarlyLoads = Mapping[int, tuple[Load, ...]]
-"""Position of a call in a program -> later loads that may start with it."""
+"""Position of a call in a program -> later loads that may start together with the call."""
 
 
 def find_early_loads(program: Program, memory: Memory, needed: Mapping[str, int], limit: int) -> EarlyLoads:

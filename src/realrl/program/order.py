@@ -21,7 +21,8 @@ def dependents(graph: DataflowGraph, function: Call) -> tuple[Call, ...]:
 
 
 def changes(graph: DataflowGraph, call: Call) -> tuple[str, ...]:
-    """List the roles whose parameters a call changes: the one it trains, and its moving averages."""
+    """List the roles whose parameters a call changes: the role that it trains, and the moving averages of that
+    role."""
     if call.kind is not Kind.TRAIN or call.role is None:
         return ()
     return (call.role, *(average.role for average in graph.averages if average.source == call.role))

@@ -1,7 +1,7 @@
 """The activities of a step under a plan: their order, their devices, and the parameters that they hold.
 
 This is the only description of a step. `program.lower` makes programs from it for one plan. The planner's search
-evaluates it for thousands of plans at once, so every fact that depends on a plan is an array with one entry per
+evaluates it for thousands of plans at once. So every fact that depends on a plan is an array with one entry per
 plan. A new kind of activity needs a phase here, instructions in `program.lower`, and seconds in the planner.
 """
 
@@ -18,7 +18,8 @@ from realrl.program.order import changes, dependents, dividing_keys, length_call
 
 
 class Phase(IntEnum):
-    """Phases of a wave of calls; ranks execute them in this order."""
+    """Phases of a wave (calls that share no device and do not wait for each other). Ranks execute them in this
+    order. A follower is a role whose parameters are a moving average of a trained role's parameters."""
 
     START = 0
     """A function starts on the host. It comes first, so that it runs at the same time as the other phases."""
@@ -33,7 +34,7 @@ class Phase(IntEnum):
     HAND_ON_COLLECTED = 7
     LOAD_FOLLOWER = 8
     UPDATE_FOLLOWER = 9
-    """A role that is a moving average of another role is updated."""
+    """A follower is updated after its source was trained."""
     REFRESH = 10
     """A kept copy gets the parameters that a call changed."""
     OFFLOAD_CHANGED = 11
@@ -79,11 +80,12 @@ class Activity:
 
     phase: Phase
     call: int
-    """The call to whose wave the activity belongs; outputs of a function are collected in a later wave."""
+    """The call in whose wave the activity takes place. But outputs of a function are collected in a later wave."""
     home: int
-    """Row of the home of its role; for a function, the function itself."""
+    """Row of the home placement, which holds the role's parameters between steps; for a function, the row of the
+    function itself."""
     target: int
-    """Row of the placement that its parameters move to; `home` if they stay."""
+    """Row of the placement that the parameters move to; `home` if they do not move."""
     average: MovingAverage | None = None
     number: int = 0
     """Index of `average` in the graph."""
@@ -96,19 +98,19 @@ class Activity:
 
     @property
     def allocates(self) -> int | None:
-        """Row whose devices get the parameters that it allocates; a later activity frees them."""
+        """Row of the devices on which the activity allocates parameters, until a later activity frees them."""
         return self.target if self.phase in _ALLOCATING else None
 
     @property
     def frees(self) -> int | None:
-        """Row whose devices held the parameters that it frees."""
+        """Row of the devices on which the activity frees parameters."""
         if self.phase not in _FREEING:
             return None
         return self.call if self.phase is Phase.RELEASE else self.home
 
     @property
     def together(self) -> bool:
-        """Whether all its ranks start together; ranks execute other activities on their own."""
+        """Whether all ranks of the activity start it together. Ranks execute other activities independently."""
         return self.phase in _TOGETHER
 
 
@@ -122,7 +124,7 @@ class StepGraph:
     of the graph."""
 
     def __init__(self, graph: DataflowGraph, homes: Mapping[str, int], done: Collection[str] = ()) -> None:
-        """`homes` maps each role to the row of its home. `done` are calls that have already run."""
+        """`homes` maps each role to the row of its home placement. `done` are calls that have already run."""
         self.graph = graph
         self.calls = graph.order
         self.number = {call.name: i for i, call in enumerate(self.calls)}
@@ -256,7 +258,7 @@ def _shares(graph: DataflowGraph, first: Call, second: Call) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Decisions:
-    """Decisions of plans, [rows, plans]. The first rows are the calls; rows of homes may follow."""
+    """Decisions of plans, [rows, plans]. The first rows are the calls; rows of home placements may follow."""
 
     first: Ints
     """First rank of the mesh; its ranks are `first` to `end` - 1."""
@@ -266,7 +268,7 @@ class Decisions:
     kept: Bools
     """Whether the plan keeps the copies of the call's role, or at least the copy in the call's layout."""
     offloaded: Bools
-    """Whether the parameters of the role with this home are in host memory between their uses."""
+    """Whether the parameters of the row's role are in host memory between their uses."""
 
 
 class StepFacts:
@@ -278,7 +280,7 @@ class StepFacts:
         self.wave = self._waves()
         """Wave of each call, [calls, plans]. Calls of a wave share no device and do not wait for each other."""
         self.away = decisions.code[:n] != decisions.code[step.home]
-        """Whether a call runs in another layout than its role's home, [calls, plans]."""
+        """Whether a call runs in another layout than the home layout of its role, [calls, plans]."""
         self.borrowed = self.away & ~decisions.kept[:n]
         """Whether a call uses a copy that is made for this step, [calls, plans]."""
 
@@ -362,7 +364,7 @@ class StepFacts:
         return ~away[c] & ~self._any(same_wave[p] & ~away[p] for p in same_wave if p < c)
 
     def _loads(self, c: int) -> Bools:
-        """Find which plans need the parameters at the home of call `c`'s role."""
+        """Find which plans need the parameters of call `c`'s role in its home layout."""
         return ~self.away[c] | self.borrowed[c] & ~self._meets(c, self.step.sharers[c])
 
     def _meets(self, c: int, others: list[int]) -> Bools:

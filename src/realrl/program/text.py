@@ -144,7 +144,7 @@ _FORMS: dict[str, tuple[str, Callable[..., Instruction]]] = {
 
 
 def parse_instruction(line: str) -> Instruction:
-    """Read one line; ValueError if it is not an instruction."""
+    """Read one line. Raises ValueError if it is not an instruction."""
     verb, _, rest = line.strip().partition(" ")
     if verb in _FORMS:
         pattern, build = _FORMS[verb]
@@ -161,7 +161,7 @@ def format_program(program: Program) -> str:
 
 
 def parse_program(text: str) -> Program:
-    """Read what `format_program` writes; ValueError if it is malformed."""
+    """Read what `format_program` writes. Raises ValueError if the text is malformed."""
     head, *lines = text.strip().splitlines()
     match = re.fullmatch(r"# rank (\d+)", head)
     if match is None:

@@ -35,8 +35,8 @@ def make_event(
     *,
     host: bool = False,
 ) -> Event:
-    """Make the slice of one instruction. `host` means that it is a function, which runs at the same time as the
-    rank's other instructions."""
+    """Make the slice of one instruction. `host` means that the instruction is a function, which runs at the same
+    time as the rank's other instructions."""
     return {
         "name": name,
         "ph": "X",

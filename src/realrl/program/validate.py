@@ -338,7 +338,7 @@ def validate(
     `homes` and `kept` locate each role's parameters and copies between steps; `offloaded` lists the state that is
     then in host memory. `parts` has the trained part of each role that is trained only in part; it determines the
     role's parameter sets. `done` are calls that have already run, with their placements; their outputs exist, and
-    every rank knows the rank of each item.
+    every rank knows which rank holds each item.
     """
     run = _DryRun(
         programs, graph, homes, offloaded, kept or {}, parts or {}, copies_there=True, done=done or {}
@@ -353,6 +353,6 @@ def validate_start(
     kept: Kept,
     parts: TrainableParts | None = None,
 ) -> None:
-    """Dry-run the programs that make the kept copies; ProgramError if they cannot run."""
+    """Dry-run the programs that make the kept copies. Raises ProgramError if they cannot run."""
     empty = DataflowGraph((), ())
     _DryRun(programs, empty, homes, offloaded, kept, parts or {}, copies_there=False, done={}).run()

@@ -133,7 +133,8 @@ class DecodeBatch:
                 yield from self._run_turn()
 
     def _run_turn(self) -> Iterator[None]:
-        """Run a turn on a stage that sends hidden states on and receives tokens."""
+        """Run a turn on a stage before the last one. It sends hidden states to the next stage, and receives the
+        sampled tokens."""
         pipeline = self._call.model.pipeline
         self._begin()
         for step in range(self._turn.steps):
@@ -149,7 +150,7 @@ class DecodeBatch:
         self._plan()
 
     def _run_turn_of_last_stage(self) -> Iterator[None]:
-        """Run a turn on the stage that samples and broadcasts tokens."""
+        """Run a turn on the last stage, which samples and broadcasts tokens."""
         pipeline = self._call.model.pipeline
         self._begin()
         for step in range(self._turn.steps):

@@ -17,7 +17,8 @@ from realrl.recipe.generation import GenerationConfig
 
 @dataclass(frozen=True)
 class DecodeKind:
-    """Everything that decode graphs depend on, except sizes. Calls of different kinds cannot share graphs."""
+    """Everything that CUDA graphs of decode steps depend on, except sizes. Calls of different kinds cannot share
+    graphs."""
 
     sampling: GenerationConfig
     stop_token_ids: tuple[int, ...]

@@ -57,7 +57,8 @@ class StepGraphs:
         self._pool: Any = None
 
     def run(self, rows: BufferedRows, hidden: Tensor | None) -> Tensor:
-        """Run `DecodeStep.run`. The result is overwritten by the next step with the same number of rows."""
+        """Do what `DecodeStep.run` does, by a graph if there is one. The result is overwritten by the next step
+        with the same number of rows."""
         width = len(rows.tokens)
         if width not in self._graphs:
             self._graphs[width] = None

@@ -52,9 +52,9 @@ def generate(
 ) -> Batch:
     """Continue the rows of field `prompts`, by at most `sampling.max_new_tokens` tokens each.
 
-    Adds these fields: sequences (prompt and continuation, with end-of-sequence), logprobs (aligned with them, 0 on
-    the prompt), prompt_length, and finished (1.0 if the sequence ends with one of `stop_token_ids`, or with the
-    token that completes one of the `stop` strings).
+    Adds these fields: sequences (prompt and continuation, with end-of-sequence), logprobs (aligned with sequences,
+    0 on the prompt), prompt_length, and finished. `finished` is 1.0 if the sequence ends with one of
+    `stop_token_ids`, or with the token that completes one of the `stop` strings.
 
     The KV cache holds at most `kv_capacity` tokens at a time, for each stage of a pipeline, and at least one row.
     Items i * `samples` to (i + 1) * `samples` - 1 are samples of one prompt. If they run at the same time, they

@@ -49,7 +49,8 @@ def _read_tokens(prefill: RowPrefill, prompts: Ragged) -> Tensor:
 
 
 def _find_places(prefill: RowPrefill) -> np.ndarray:
-    """Find the places of the tokens that are stored, counted over all blocks. [length - first] int64"""
+    """Find the cache places (block * BLOCK_TOKENS + offset) of the tokens that are stored. [length - first]
+    int64"""
     row = prefill.row
     shared = row.prompt.length - 1
     prompt, own = list_places(row.prompt.blocks), list_places(row.blocks)
@@ -57,7 +58,7 @@ def _find_places(prefill: RowPrefill) -> np.ndarray:
 
 
 def list_places(blocks: Sequence[int]) -> np.ndarray:
-    """List the places of a segment of blocks, counted over all blocks. [BLOCK_TOKENS * blocks] int64"""
+    """List the cache places (block * BLOCK_TOKENS + offset) in a list of blocks. [BLOCK_TOKENS * blocks] int64"""
     return (np.asarray(blocks, dtype=np.int64)[:, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)).reshape(-1)
 
 

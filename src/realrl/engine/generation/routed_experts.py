@@ -13,8 +13,8 @@ from realrl.engine.model import Model
 from realrl.model.routing import EXPERT_DTYPE, NONE_CHOSEN
 
 _MESSAGE_BYTES = 64 << 20
-"""Most bytes that the stages of a pipeline exchange in one message. A row with more bytes gets a message of its
-own."""
+"""Maximum number of bytes that the stages of a pipeline exchange in one message. A row with more bytes gets a
+message of its own."""
 
 
 class RoutedExperts:
@@ -24,8 +24,8 @@ class RoutedExperts:
         """`record` is the cache's tensor, [layers, blocks, BLOCK_TOKENS, k]."""
         self._record = record.flatten(1, 2)
         self._own: defaultdict[int, list[Tensor]] = defaultdict(list)
-        """Experts of each row's own segment, in the parts that were read at preemptions and at the end, [n, layers,
-        k] each."""
+        """Experts of each row's own segment. A part is read at each preemption of the row, and when it is finished.
+        [n, layers, k] each"""
         self._prompts: dict[int, Tensor] = {}
         """Experts of the prompt's segment, for each finished row."""
 
@@ -48,8 +48,8 @@ class RoutedExperts:
             self._own[row.number].append(part[shared:])
 
     def _find_span(self, released: ReleasedRow) -> np.ndarray:
-        """Find the places to read: those of own tokens that have not been read yet and, for a finished row, those
-        of the prompt."""
+        """Find the cache places to read. They hold the row's own tokens that have not been read yet and, if the row
+        is finished, the tokens of its prompt."""
         row = released.row
         known = sum(len(part) for part in self._own[row.number])
         # The own segment starts with the prompt's last token. The newest token has not passed through the model.

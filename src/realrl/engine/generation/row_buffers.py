@@ -15,7 +15,7 @@ from realrl.model.paged_attention import CachedRows
 
 @dataclass(frozen=True, eq=False)
 class BufferedRows:
-    """The first B rows of the buffers, as views: everything that a decode step uses, at fixed addresses."""
+    """Views of the first B rows of the buffers: all inputs and outputs of a decode step, at fixed addresses."""
 
     cached: CachedRows
     tokens: Tensor
@@ -101,8 +101,8 @@ class RowBuffers:
         return sum(tensor.nbytes for tensor in (*self._device.values(), *of_steps))
 
     def arrange(self, turn: DecodeTurn, last_tokens: Sequence[int], keys: Sequence[int]) -> None:
-        """Write the changes of a turn. `last_tokens` has the last token of each prompt, `keys` the key of each
-        row's sampling noise."""
+        """Write the rows that a turn changes into the buffers. `last_tokens` has the last token of each prompt,
+        `keys` the key of each row's sampling noise."""
         arrays = self._arrays
         rows = turn.rows
         if turn.rearranged:

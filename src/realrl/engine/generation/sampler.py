@@ -16,8 +16,8 @@ _BISECTIONS = 30
 
 
 def keep_top_k(probabilities: Tensor, count: int) -> Tensor:
-    """Zero all but the `count` largest probabilities of each row; probabilities equal to the smallest of these are
-    kept. [B, V]"""
+    """Zero all but the `count` largest probabilities of each row. Ties with the smallest of them are kept too.
+    [B, V]"""
     if not 0 < count < probabilities.shape[-1]:
         return probabilities
     kept: Tensor = _restrict_to_top_k(probabilities, count)
@@ -53,7 +53,7 @@ def _restrict_to_top_p(probabilities: Tensor, share: float) -> Tensor:
     target = share * probabilities.sum(-1, keepdim=True, dtype=torch.float64)
     lowest = torch.zeros_like(bits[:, :1])
     highest = bits.amax(-1, keepdim=True)
-    # Find the largest threshold such that all probabilities from it upwards sum to the share.
+    # Find the largest threshold such that all probabilities from it upwards sum to at least the share.
     for _ in range(_BISECTIONS):
         middle = highest - (highest - lowest) // 2
         enough = _sum_where(bits >= middle, probabilities) >= target
@@ -93,7 +93,7 @@ class Sampler:
         self._forbids = sampling.min_new_tokens > 0 and len(stop_token_ids) > 0
 
     def sample(self, logits: Tensor, positions: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Sample a token per row; it depends only on the row's logits and noise.
+        """Sample a token per row. Each token depends only on the logits and the noise of its row.
 
         logits: [B, V] float32; positions: [B], index of each token in its continuation; noise: [B] float64 in [0,
         1).
@@ -147,7 +147,7 @@ def choose_tokens_on_gpu(probabilities: Tensor, noise: Tensor) -> Tensor:
     """
     rows, vocabulary = probabilities.shape
     missing = -vocabulary % _BLOCK
-    padded = F.pad(probabilities, (0, missing)) if missing else probabilities  # even 0 padding copies
+    padded = F.pad(probabilities, (0, missing)) if missing else probabilities  # F.pad always copies
     padded = padded.reshape(rows, -1, _BLOCK)
     until = padded.sum(-1).cumsum(-1, dtype=torch.float64)
     threshold = noise.unsqueeze(-1) * until[:, -1:]

@@ -13,7 +13,7 @@ class SamplingSeed:
     seed: int
     step: int
     first_sequence: int = 0
-    """Number of item 0's sequence. The sequences of the other items have the following numbers."""
+    """Number of the sequence of item 0. The sequence of item i has the number `first_sequence` + i."""
     call: int = 0
     """Index of the generate call in its graph, so that two calls draw different answers."""
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from realrl.layout.kv_blocks import REPLACED_TOGETHER, CacheSize, count_blocks, count_prompt_blocks
 
 SCRATCH = 0
-"""Block that no row owns. Rows that have no place write to it, and its content is never used."""
+"""Block that no row owns. Rows that only pad a graph, and finished rows, write to it. Its content is never used."""
 
 
 class BlockPool:
@@ -74,7 +74,7 @@ class RowPrefill:
     """Tokens that are computed before `row` is decoded: its prompt and generated tokens, except the newest token.
 
     Keys and values at positions `first` to `length` - 1 are stored; running rows of the prompt have already stored
-    those at earlier positions.
+    keys and values at earlier positions.
     """
 
     row: DecodeRow
@@ -162,7 +162,7 @@ class Scheduler:
         kept = len(running)
         grown = self._grow(running)
         preempted = kept - len(running)
-        # A row that is admitted in a turn with a preemption would be preempted next.
+        # A row that is admitted in the same turn as a preemption would be the next row to be preempted.
         prefills, more = ([], False) if preempted else self._admit(running)
         rearranged = before != kept or preempted > 0 or len(running) > kept
         rows = self._turns[batch].rows
@@ -209,9 +209,9 @@ class Scheduler:
             row.prompt.blocks = []
 
     def _admit(self, running: list[DecodeRow]) -> tuple[list[RowPrefill], bool]:
-        """Admit waiting rows while there are slots and blocks, up to one forward pass of prefill.
+        """Admit waiting rows while there are slots and blocks, until one prefill pass is full.
 
-        Returns the prefills, and whether more rows could be admitted.
+        Returns the prefills, and whether more rows could be admitted with another prefill pass.
         """
         queue = self._queue
         slots = self._limit - len(running)

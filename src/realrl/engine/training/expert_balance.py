@@ -13,9 +13,9 @@ from realrl.model.routing import BalancedRouting, ExpertCounts, Routing
 class ExpertBalance:
     """Loss and metrics for the balance of a model's experts in train calls.
 
-    The loss of an optimizer step is `coefficient` times the balance loss of a sequence in a layer (see
-    `BalancedRouting`), averaged over the sequences of the mini-batch and all layers of the model. So it does not
-    depend on micro-batches or parallelism.
+    Each sequence has a balance loss in each layer (see `BalancedRouting`). The loss of an optimizer step is
+    `coefficient` times the mean of this balance loss over the sequences of the mini-batch and all layers. So it
+    does not depend on micro-batches or parallelism.
     """
 
     def __init__(self, model: Model, mixture: Mixture, coefficient: float) -> None:
@@ -28,14 +28,15 @@ class ExpertBalance:
         self._sequences = 0
 
     def route(self, inner: Routing, packing: Packing, sequences: Tensor) -> Routing:
-        """Let `inner` choose the experts of a micro-batch, in its forward pass and its recomputation.
+        """Wrap the routing `inner` of a micro-batch, so that it also counts and balances experts. The result serves
+        the forward pass and its recomputation.
 
         `sequences` is the number of sequences of the mini-batch on all data-parallel ranks.
         """
         self._sequences += len(packing.lengths)
         coefficient = None
         if self._coefficient:
-            # Every TP rank computes the whole gradient, and the ranks' gradients are summed later, so each is
+            # Every TP rank computes the whole gradient, and these gradients are summed later. So each gradient is
             # divided by tp.
             terms = self._model.shape.layers * self._model.shard.tp
             coefficient = self._coefficient / (terms * sequences)

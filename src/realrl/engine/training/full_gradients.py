@@ -26,8 +26,9 @@ class OverlappedGradReduce:
     """Starts the reduce-scatter of a bucket once its gradients are complete (`overlap_grad_reduce` in Megatron's
     DDP).
 
-    Buckets start from the end of the buffer, because the backward pass completes the last layers first. They always
-    start in that order, so that all ranks agree on it. Buckets with late tensors wait for the optimizer's step.
+    Reductions start with the last bucket of the buffer, because the backward pass completes the last layers first.
+    They always start in this order, so that all ranks agree on it. Buckets with late tensors wait for the
+    optimizer's step.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""Accumulation of gradients, sums over ranks that have only parts of them, and the elements that a rank counts in
-norms."""
+"""Accumulation of gradients, their sums over ranks that have only parts of them, and the elements that a rank
+counts in norms."""
 
 from collections.abc import Callable, Mapping
 from math import prod
@@ -55,10 +55,10 @@ class Accumulation:
         raise NotImplementedError
 
     def spread(self) -> None:
-        """Copy updated parameters to the memory that the model computes with, if the optimizer has not."""
+        """Copy updated parameters to the memory that the model computes with, if the optimizer does not do so."""
 
     def adopt(self) -> None:
-        """Take over parameters that were set from outside, if the optimizer does not."""
+        """Take over parameters that were set from outside, if the optimizer does not do so."""
 
 
 def list_late_tensors(model: Model, trained: LocalSet) -> set[str]:
@@ -75,11 +75,11 @@ def finalize_model_grads(model: Model, gradients: FlatBuffer) -> dict[str, Tenso
     """All-reduce the gradients of parameters that several ranks hold, if each rank computes only a part of the
     gradient.
 
-    Two kinds are summed in place: gradients of key/value heads that neighbouring TP ranks share (each rank serves
-    its own query heads), and of an embedding table tied to the head of another stage. A third kind is also summed
-    over data-parallel ranks, and returned by name: gradients of parameters that every TP rank applies to its own
-    tokens or heads (`TensorSpec.partial_gradient`). These gradients are small. They lie between large gradients,
-    whose reduction may have started already.
+    There are three kinds. Gradients of key/value heads that neighbouring TP ranks share (each rank serves its own
+    query heads) are summed in place. So is the gradient of an embedding table that is tied to the head of another
+    stage. Gradients of parameters that every TP rank applies to its own tokens or heads
+    (`TensorSpec.partial_gradient`) are also summed over data-parallel ranks, and returned by name. They are small,
+    but lie between large gradients, whose reduction may have started already.
     """
     _sum_all_shared_heads(model, gradients)
     sum_tied_embeddings(model, gradients)
@@ -127,7 +127,7 @@ def _sum_all_shared_heads(model: Model, gradients: FlatBuffer) -> None:
 
 
 def _sum_partial(model: Model, gradients: FlatBuffer) -> dict[str, Tensor]:
-    """Sum the gradients of which each TP rank has only a part. -> flat tensors by name"""
+    """Sum, over TP ranks, the gradients that are only partial on each rank. -> flat tensors by name"""
     parts = {spec.name: gradients[spec.name] for spec in gradients.tensors if _is_partial(model, spec)}
     if not parts:
         return {}
@@ -136,7 +136,7 @@ def _sum_partial(model: Model, gradients: FlatBuffer) -> dict[str, Tensor]:
 
 
 def _is_partial(model: Model, spec: TensorSpec) -> bool:
-    """Check whether this rank's gradient of a tensor is a part of a sum over tensor-parallel ranks."""
+    """Check whether this rank has only a part of a tensor's gradient, which must be summed over TP ranks."""
     if model.groups.tensor.size == 1:
         return False
     match spec.partial_gradient:

@@ -157,8 +157,8 @@ class ShardedAdamW:
             for buckets in (range(first, end) for first, end in pairwise(bounds))
             if buckets
         }
-        """Pieces of each group of buckets by kind, in the order of the updates. A piece has weight decay, or none,
-        or it belongs to the scalar head, which has its own learning rate."""
+        """Pieces of each group of buckets, in the order of the updates, by kind. The kinds are pieces with weight
+        decay, pieces without it, and pieces of the scalar head, which has its own learning rate."""
         self._reducing: dict[int, dist.Work | None] = {}
 
     @property
@@ -210,14 +210,14 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Copy the parameters of this rank's parts into the master, if there is one."""
+        """Copy the parameters of this rank's parts into the float32 master values, if there are any."""
         if self._master is not None:
             everything = range(self.buckets)
             self._select_state(self._master, everything).copy_(self._select_parameters(everything))
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Copy this rank's parts (the master, if there is one) to the parameters of all ranks."""
+        """Copy this rank's parts (their master values, if there are any) to the parameters of all ranks."""
         _wait_for(self._gather(range(self.buckets)))
 
     def start_reduce(self, bucket: int) -> None:
@@ -248,7 +248,8 @@ class ShardedAdamW:
 
         A scalar head is trained as if it were stored divided by `head_scale`. Its learning rate is `lr *
         head_scale`, its weight decay per step is the same as with `lr`, and its gradient counts `head_scale` times
-        in the norm. `summed` has gradients that are already summed over ranks; they replace the accumulated ones.
+        in the norm. `summed` has gradients that are already summed over ranks; they replace the accumulated
+        gradients.
 
         Returns the global gradient norm before clipping. If it is not finite, parameters and gradients do not
         change; the caller can inspect the gradients, and then `discard` them.

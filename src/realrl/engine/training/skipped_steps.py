@@ -105,8 +105,8 @@ def find_first_not_finite(model: Model, minibatch: Batch, metrics: Metrics, grad
     """Find the first quantity that is not finite on any rank; all ranks of the model get the same answer.
 
     Quantities are checked in the order of computation: fields of the mini-batch, parameters, metrics of the loss,
-    gradients. `metrics` are those of this mini-batch, summed over ranks. `gradients` are those that this rank has
-    accumulated, not yet summed over ranks.
+    gradients. `metrics` belong to this mini-batch and are summed over ranks. `gradients` are this rank's
+    accumulated gradients, which are not yet summed over ranks.
     """
     # Every rank has the same names in the same order, so an index identifies a quantity.
     names = list(_list_names(model, minibatch, metrics))

@@ -31,7 +31,7 @@ LOSS = "loss"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """How a train call runs."""
+    """Options of a train call."""
 
     max_tokens: int
     """Maximum tokens of a micro-batch."""
@@ -129,8 +129,8 @@ class Trainer:
     ) -> Metrics:
         """Run a train call on this rank's items.
 
-        `minibatches` has the positions in `batch` of each mini-batch. Every rank of the group has equally many
-        mini-batches, in the same order. `replays` are those of the call.
+        `minibatches` lists, for each mini-batch, the positions of its items in `batch`. Every rank of the group has
+        the same number of mini-batches. `replays` is `Call.replays` of the call.
 
         Losses are sums divided by their global weight, so they do not depend on micro-batches or parallelism. An
         optimizer step with a gradient that is not finite is skipped. A mini-batch without weight has nothing to
@@ -223,7 +223,7 @@ class Trainer:
         totals = torch.tensor([own_weight, len(rows)], device=model.device)
         weight, sequences = model.groups.data.sum(totals)
         learns = bool(weight != 0)
-        weight = torch.where(weight > 0, weight, 1.0)  # without weight all losses are 0
+        weight = torch.where(weight > 0, weight, 1.0)  # without weight, all losses are 0
         costs = count_item_tokens(batch, rows)
         parts = model.split_micro_batches(costs, options.max_tokens)
         tokens = [sum(costs[i] for i in positions) for positions in parts]

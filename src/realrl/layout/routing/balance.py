@@ -10,8 +10,8 @@ _TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Task:
-    """Work that can be divided among `options` in any proportion. `others` may take a part of it if the options are
-    too busy."""
+    """Work that can be divided among `options` (ranks or nodes) in any proportion. The options in `others` may take
+    a part of it if the first ones are too busy."""
 
     work: float
     options: tuple[int, ...]
@@ -29,9 +29,9 @@ class Capacity:
 def balance(tasks: Sequence[Task], floor: float, capacity: Capacity | None = None) -> list[dict[int, float]]:
     """Distribute each task over its options. Returns a mapping option -> amount for each task, without zeros.
 
-    The largest load (work over speed) is as small as possible, or at most `floor` if that is larger. Loads up to
-    the floor cost nothing, so a few large shares are preferred to many equal ones. Tasks with the same options are
-    distributed in turn, so that most of them go to a single option.
+    The largest load (work / speed) is as small as possible, or at most `floor` if that is larger. Loads up to the
+    floor cost nothing, so a few large shares are preferred to many equal ones. Tasks with the same options are
+    distributed one after the other, so that most tasks go to a single option.
     """
     groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
     for index, task in enumerate(tasks):
@@ -48,7 +48,7 @@ def balance(tasks: Sequence[Task], floor: float, capacity: Capacity | None = Non
 
 
 def _deal(works: Sequence[float], shares: dict[int, float]) -> Iterable[dict[int, float]]:
-    """Divide the shares of a pool among its members, in order."""
+    """Divide the shares of a pool (tasks with the same options) among its tasks, in order."""
     left = [(option, amount) for option, amount in sorted(shares.items(), reverse=True) if amount > 0]
     slack = 1e-9 * sum(works)
     option = left[-1][0] if left else 0
@@ -69,7 +69,7 @@ def _deal(works: Sequence[float], shares: dict[int, float]) -> Iterable[dict[int
 
 
 class _Shared:
-    """Loads and shares during balancing."""
+    """Loads of the options, and shares of the pools, while work is balanced."""
 
     def __init__(self, pools: Sequence[Task], floor: float, capacity: Capacity) -> None:
         self.pools = pools

@@ -16,7 +16,8 @@ from realrl.layout.routing.routes import Reallocation, Transfer
 
 @dataclass(frozen=True)
 class Span:
-    """Strided elements of a flat buffer: `rows` runs of `width` elements, `stride` apart, from `start`."""
+    """Strided elements of a flat buffer: `rows` runs of `width` elements each. The first run begins at `start`,
+    each further run `stride` elements after the one before."""
 
     start: int
     rows: int
@@ -32,7 +33,7 @@ class Span:
         return self.rows == 1
 
     def precedes(self, other: "Span") -> bool:
-        """Check that both are contiguous and that `other` starts where this one ends."""
+        """Check that both spans are contiguous, and that `other` starts where this one ends."""
         return self.contiguous and other.contiguous and self.start + self.width == other.start
 
 
@@ -61,7 +62,7 @@ class RankSchedule:
     """(Span in the source buffer, span in the target buffer) of each copy."""
     messages: tuple[PackedTransfer, ...]
     digests: dict[str, str]
-    """`SENDER-RECEIVER` -> hash of everything that the two exchange, equal on both ranks."""
+    """`SENDER-RECEIVER` -> hash of everything that the two ranks exchange. Both ranks compute the same hash."""
 
 
 class Storage:

@@ -1,4 +1,5 @@
-"""The hops of a transfer route: which slices of a region group go from rank to rank."""
+"""The hops of a transfer route: which slices of a region group go from rank to rank. A region group has all regions
+with the same source ranks and the same target ranks."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -12,8 +13,8 @@ _NO_RELAY = -1
 
 
 class Hop(NamedTuple):
-    """Elements `begin` to `end` of a region group, sent from one rank to another. In stage 0 the sender holds them
-    in the source layout. In later stages it received them in an earlier stage."""
+    """Elements `begin` to `end` of a region group, sent from one rank to another. In stage 0, the sender holds
+    these elements in the source layout. In later stages, it has received them in an earlier stage."""
 
     stage: int
     sender: int

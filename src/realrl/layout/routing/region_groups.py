@@ -16,8 +16,8 @@ from realrl.plan.axes import Divided, axes_dividing
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and size of a region; the context names its tensor."""
 Holder = int
-"""Stands for all ranks of a stage that store the same elements. It is the lowest of their positions, counted from
-the stage's first rank."""
+"""Number that identifies all ranks of a stage that store the same elements. It is the lowest of their positions,
+counted from the stage's first rank."""
 _Shard = tuple[Box, Holder]
 _Atom = tuple[Box, tuple[Holder, ...], tuple[Holder, ...]]
 """A box that neither layout cuts, with its holders in the source and in the target."""
@@ -111,7 +111,7 @@ def _ranks(layout: Layout, holders: tuple[Holder, ...], stages: tuple[int, ...])
     """List all ranks that `holders` stand for on some stages."""
     placement = layout.placement
     degrees = placement.strategy.degrees
-    copies = degrees.origins(*placement.strategy.storing_axes)  # positions of stage 0 that store the same
+    copies = degrees.origins(*placement.strategy.storing_axes)  # positions of stage 0 with the same elements
     stride = degrees.stride(*axes_dividing(Divided.LAYERS))
     within = sorted(holder + copy for holder in holders for copy in copies)
     return tuple(placement.mesh.first + stage * stride + position for stage in stages for position in within)

@@ -14,14 +14,14 @@ from realrl.layout.routing.transfer_routes import SpareCapacity, find_transfer_r
 from realrl.plan.cluster import Cluster, Links
 
 _CLOSE = 1.001
-"""Remote sources are tried only if the busiest sender needs more than this multiple of the busiest receiver's
-time."""
+"""Senders in other nodes are added only if the busiest sender needs more than this multiple of the busiest
+receiver's time."""
 
 
 @dataclass(frozen=True, order=True)
 class Transfer:
-    """A region that is sent from one rank to another. In stage 0 the sender holds it in the source layout. In
-    later stages it received it in an earlier stage."""
+    """A region that is sent from one rank to another. In stage 0, the sender holds the region in the source layout.
+    In later stages, it has received the region in an earlier stage."""
 
     stage: int
     sender: int
@@ -175,8 +175,8 @@ class Reallocation:
         return element_bytes * max(loads.sending_seconds(links), loads.receiving_seconds(links))
 
     def seconds(self, links: Links, element_bytes: int) -> float:
-        """Predict the seconds: the time of the busiest port, plus a latency for each message of the rank with the
-        most messages.
+        """Predict the seconds of the reallocation: the time of the busiest port, plus a latency for each message of
+        the rank with the most messages.
 
         Everything that one rank sends to another in one stage counts as one message. Copies inside a device are
         free.

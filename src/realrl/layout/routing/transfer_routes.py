@@ -1,4 +1,5 @@
-"""Choose the senders of every region group so that the load of the busiest port is as small as possible.
+"""Choose the senders of every region group so that the load of the busiest port is as small as possible. A region
+group has all regions with the same source ranks and the same target ranks.
 
 Every receiver gets each byte exactly once, and a node receives it from outside at most once. So the loads of
 in-ports are fixed, and only the choice of senders is free. Two kinds of work are balanced: a holder must send the
@@ -17,7 +18,8 @@ from realrl.layout.routing.region_groups import RegionGroup
 from realrl.plan.cluster import Cluster, Links
 
 Shares = dict[int, float]
-"""Node or rank -> its share. Shares are relative to their sum, fractions to the elements of the group."""
+"""Node or rank -> its share. Values called shares are relative to their sum. Values called fractions are relative
+to the elements of the group."""
 
 OUTSIDE = -1
 """Stands for all other nodes in a list of the ranks of a node."""
@@ -45,8 +47,7 @@ class TransferRoute:
     local_forwarders: dict[int, Shares] = field(default_factory=dict)
     """Node with holders -> receiver -> the fraction that it forwards to all other receivers of the node."""
     remote_fraction: dict[int, float] = field(default_factory=dict)
-    """Node with holders -> the fraction that comes from other nodes although the node has holders, because these
-    are busy."""
+    """Node with holders -> the fraction that comes from other nodes, because the holders in this node are busy."""
     remote_sources: dict[int, Shares] = field(default_factory=dict)
     """Node with holders -> holder in another node -> its share of the remote fraction."""
 

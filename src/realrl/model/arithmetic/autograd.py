@@ -9,7 +9,7 @@ from torch.autograd import Function
 
 
 class _Forgetful:
-    """Context of a forward pass that no backward pass follows: it saves nothing."""
+    """Stand-in for autograd's `ctx` if no backward pass follows. It saves nothing."""
 
     def _ignore(self, *_: Any) -> None:
         pass

@@ -20,7 +20,8 @@ def _as_rows(x: Tensor) -> Tensor:
 
 
 class _RMSNorm(Function):
-    """RMS norm on a CPU, in one kernel each way; torch would differentiate its parts one by one."""
+    """RMS norm on a CPU, with one kernel forward and one kernel backward. Autograd would differentiate each of its
+    operations separately."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -62,7 +63,8 @@ class _AddRMSNorm(Function):
 def _differentiate_norm(
     grad: Tensor, grad_total: Tensor | None, x: Tensor, weight: Tensor, scales: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Differentiate the norm of the rows of x, and add `grad_total`, another gradient of x, if there is one.
+    """Compute the gradients of a norm's input x and of its weight. If `grad_total` is given, it is added to the
+    gradient of x.
 
     -> grad_x [N, H], and the gradient of the weight [H] float32
     """
@@ -155,7 +157,8 @@ class _Activation(Function):
 
 
 def activate(x: Tensor, activation: Activation, *, gated: bool) -> Tensor:
-    """Compute activation(gate) * up, with gate first in x [N, 2 I], or activation(x) of x [N, I]. -> [N, I]"""
+    """Apply the activation to x [N, I]. If `gated`, x is [N, 2 I], gate before up, and the result is
+    activation(gate) * up. -> [N, I]"""
     if gated and activation == "silu":
         return swiglu(x)
     function = load_kernels().elementwise.Activate if on_gpu(x) else _Activation

@@ -1,4 +1,5 @@
-"""Grouped products: each row, a copy of a token, is multiplied by the matrix of its group, an expert."""
+"""Grouped products for experts. Rows are copies of tokens, and each group of rows is multiplied by the matrix of
+its expert."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,13 +20,13 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Copies of tokens, one per expert of a token, sorted by expert.
+    """Copies of tokens, sorted by expert. A token has one copy for each of its experts.
 
     T tokens with k experts each give R = T * k rows.
     """
 
     order: Tensor
-    """Number of the copy in each row: token * k + the expert's index among the token's experts. [R]"""
+    """Which copy each row holds, as a number: token * k + the expert's index among the token's experts. [R]"""
     places: Tensor
     """The row of each copy. [R]"""
     ends: Tensor
@@ -167,7 +168,7 @@ class _GatherWeighed(Function):
 
 
 def gather_weighed(x: Tensor, weights: Tensor, groups: Groups) -> Tensor:
-    """Copy tokens to their rows, each multiplied by its weight. x: [T, K], weights: [R] -> [R, K]"""
+    """Copy tokens to their rows, and multiply each row by its weight. x: [T, K], weights: [R] -> [R, K]"""
     return apply_function(_GatherWeighed, x, weights, groups)
 
 

@@ -21,8 +21,8 @@ Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True)
 class Products:
-    """How matrices are multiplied on a CPU: by one of torch's libraries or our own kernel. A GPU uses only
-    `exact`."""
+    """How matrices are multiplied on a CPU: by one of torch's libraries or our own kernel. On a GPU, only the field
+    `exact` matters."""
 
     onednn: bool = False
     """Multiply float32 matrices with oneDNN, not with torch's default (MKL on x86)."""
@@ -47,7 +47,7 @@ class Products:
 
     @property
     def packs(self) -> bool:
-        """Whether decode steps on a CPU use packed weights. Exact products do, because the kernel for packed
+        """Whether decode steps on a CPU use packed weights. Exact products use them, because the kernel for packed
         weights is the exact one."""
         return self.packed or self.exact
 
@@ -63,7 +63,7 @@ class Products:
 
         x: [N, K], weight: [M, K] with any strides -> [N, M]
         """
-        if not x.shape[-1]:  # a TP rank without a row of the vocabulary; oneDNN does not support K = 0
+        if not x.shape[-1]:  # this TP rank has no row of the vocabulary; oneDNN does not support K = 0
             return x.new_zeros(len(x), len(weight))
         if on_gpu(x) or x.dtype != torch.float32:
             return F.linear(x, weight)
@@ -132,11 +132,11 @@ def _rounding() -> Iterator[None]:
 
 
 def find_gradient(weight: Tensor) -> Tensor:
-    """Return a parameter's float32 gradient; zero if nothing has been added yet.
+    """Return a parameter's float32 gradient. It is created as zeros if the parameter has none yet.
 
-    Our backward passes add to it directly and return no gradient, because autograd would add it in another pass
-    over memory. Hooks on the parameter's `AccumulateGrad` node run when the gradient is complete
-    (`torch.autograd.graph.get_gradient_edge`).
+    Our backward passes add to this tensor directly, and return no gradient. Otherwise, autograd would add the
+    gradient in another pass over memory. Hooks on the parameter's `AccumulateGrad` node run when the gradient is
+    complete (`torch.autograd.graph.get_gradient_edge`).
     """
     assert weight.is_leaf, "gradients are added to those of parameters"
     if weight.grad is None:
@@ -189,6 +189,6 @@ class _Embed(Function):
 
 
 def embed(tokens: Tensor, table: Tensor) -> Tensor:
-    """Look up rows of a table. tokens: [T] int64, table: [V, H], a parameter or a tensor without gradient -> [T,
-    H]"""
+    """Look up rows of a table. tokens: [T] int64, table: [V, H], a parameter or a tensor without gradient. ->
+    [T, H]"""
     return apply_function(_Embed, tokens, table)

@@ -23,7 +23,7 @@ def exp(x: np.float32) -> np.float32:
     p = p * r + np.float32(1.6666665459e-1)
     p = p * r + np.float32(5.0000001201e-1)
     p = p * r * r + r + np.float32(1.0)
-    # 2^n from its exponent bits. Two factors, because one would overflow before the product does.
+    # Build 2^n from its exponent bits, as two factors. A single factor could overflow even if the result does not.
     half = np.int32(n) >> np.int32(1)
     rest = np.int32(n) - half
     low = np.int32((half + np.int32(127)) << np.int32(23)).view(np.float32)
@@ -33,7 +33,8 @@ def exp(x: np.float32) -> np.float32:
 
 @numba.njit(inline="always", error_model="numpy")
 def soft_bound(x: np.float32, bound: np.float32) -> np.float32:
-    """Compute bound * tanh(x / bound), to 1e-7 of the bound, from tanh(|z|) = (1 - e^-2|z|) / (1 + e^-2|z|)."""
+    """Compute bound * tanh(x / bound), with an error of at most 1e-7 * bound. Uses tanh(|z|) = (1 - e^-2|z|) / (1 +
+    e^-2|z|)."""
     power = exp(np.float32(-2.0) * abs(x) / bound)
     size = bound * (np.float32(1.0) - power) / (np.float32(1.0) + power)
     return -size if x < 0 else size
@@ -81,7 +82,8 @@ def gelu_slope(x: np.float32) -> np.float32:
 
 @numba.njit(inline="always", error_model="numpy")
 def tanh_share(x: np.float32) -> np.float32:
-    """Compute the factor of x in GELU's tanh approximation: (1 + tanh(u)) / 2, the sigmoid of 2 u."""
+    """Compute the factor of x in GELU's tanh approximation: (1 + tanh(u)) / 2 = sigmoid(2 u), with u = sqrt(2 / pi)
+    (x + 0.044715 x³)."""
     return sigmoid(_TANH_SCALE * (x + _CUBIC * x * x * x))
 
 

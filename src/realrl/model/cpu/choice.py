@@ -14,7 +14,8 @@ blocks."""
 
 @row_kernel(outputs=1, strict=True)
 def _choose(work: Work) -> None:
-    """Choose a token per row: probabilities [B, V], noise [B, 1] as bits of float64 -> tokens [B, 1] int64."""
+    """Choose a token per row: probabilities [B, V], noise [B, 1] (float64, passed as int64 bits) -> tokens [B, 1]
+    int64."""
     first, last = claim(work)
     while first < last:
         for i in range(first, last):

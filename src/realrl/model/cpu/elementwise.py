@@ -74,8 +74,9 @@ def rms_norm_backward(work: Work) -> None:
     """Differentiate: x [N, H], grad [N, H], weight [H], scales [N, 1], added [N, H] or [H] -> grad_x [N, H], weight
     sums [claims, H].
 
-    `added` is another gradient of x. Each claim of rows has its own weight sums, which must be zero before the
-    call; their total is the weight's gradient. So the result does not depend on which thread takes which rows.
+    `added` is another gradient of x. A claim is a range of rows that one thread takes. Each claim has its own
+    weight sums, which must be zero before the call. Their total is the weight's gradient, so the result does not
+    depend on which thread takes which rows.
     """
     first, last = claim(work)
     while first < last:
@@ -132,7 +133,7 @@ SILU, GELU, GELU_TANH = range(3)
 
 @row_kernel(outputs=1)
 def activate_forward(work: Work) -> None:
-    """Compute an activation: x [N, I], its number -> out [N, I].
+    """Compute an activation: x [N, I], number of the activation -> out [N, I].
 
     If x is [N, 2 I], the result is the activation of each row's first half times its second half.
     """
@@ -160,7 +161,8 @@ def activate_forward(work: Work) -> None:
 
 @row_kernel(outputs=1)
 def activate_backward(work: Work) -> None:
-    """Differentiate `activate_forward`: x [N, I] or [N, 2 I], the number, grad [N, I] -> grad_x, as wide as x."""
+    """Differentiate `activate_forward`: x [N, I] or [N, 2 I], number of the activation, grad [N, I] -> grad_x, as
+    wide as x."""
     kind = int(number(work, 1))
     first, last = claim(work)
     while first < last:
@@ -194,8 +196,8 @@ def activate_backward(work: Work) -> None:
 
 @row_kernel(outputs=1)
 def rotate(work: Work) -> None:
-    """Rotate the first `heads` heads of each row: x [T, any heads * D], cos, sin [T, D / 2], heads, sign -> out,
-    which may be x.
+    """Rotate the first `heads` heads of each row: x [T, at least heads * D], cos, sin [T, D / 2], heads, sign ->
+    out, which may be x.
 
     The sign is 1, or -1 for the inverse rotation.
     """

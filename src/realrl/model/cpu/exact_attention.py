@@ -2,7 +2,7 @@
 
 One kernel serves decode steps, prefills and training. It computes all scores of a query before the softmax, and
 sums weights and values in the order of the keys' positions. The result does not depend on where keys lie, how many
-keys a neighbour has, or which queries are read together.
+keys other queries have, or which queries are read together.
 
 A run consists of neighbouring rows that share keys. A unit of work is a key/value head of a run.
 """
@@ -104,7 +104,7 @@ def _add_values(
 
 @numba.njit(inline="always")
 def _attend(work: Work, k: Any, v: Any) -> None:
-    """Compute `attend_runs_float32` with keys and values of either type."""
+    """Implement `attend_runs_float32` and `attend_runs_bfloat16`."""
     shared_lengths, own_lengths = int_row(work, 4, 0), int_row(work, 6, 0)
     starts = int_row(work, 7, 0)
     heads, kv_heads, dim = int(number(work, 8)), int(number(work, 9)), int(number(work, 10))
@@ -191,7 +191,8 @@ def attend_runs_float32(work: Work) -> None:
         q [N, heads * D or more]; all keys and all values as vectors;
         shared tables [runs, any], shared lengths [N]; own tables [N, any], own lengths [N];
         first row of each run and N [runs + 1]; heads, kv_heads, D, most rows of a run, most keys of a row;
-        window (tokens that a token sees, with itself), cap of scores (0 for none), sinks [heads] (-inf for none)
+        window (tokens that a token sees, itself included), cap of scores (0 for none);
+        sinks [heads] (-inf for none)
         -> out [N, heads * D]
 
     Keys of a block are stored dim by dim, D x 16; values token by token, padded to whole vectors.

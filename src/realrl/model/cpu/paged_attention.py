@@ -161,7 +161,7 @@ def _weigh(
 
 @numba.njit(inline="always")
 def _attend(work: Work, k: Any, v: Any) -> None:
-    """Compute `attend_float32` with keys and values of either type."""
+    """Implement `attend_float32` and `attend_bfloat16`."""
     starts, prompt_lengths, own_lengths = int_row(work, 7, 0), int_row(work, 4, 0), int_row(work, 6, 0)
     heads, kv_heads, dim, most = (
         int(number(work, 8)),
@@ -208,7 +208,7 @@ def _attend(work: Work, k: Any, v: Any) -> None:
                 length = prompt_lengths[r] if segment == 0 else own_lengths[r] + 1
                 here = 0 if segment == 0 else (r - begin) * group
                 until = queries if segment == 0 else here + group
-                # Find the first key of the segment that any row sees; the row with the fewest generated tokens sees
+                # Find the first key of the segment that any row sees. The row with the fewest generated tokens sees
                 # it. Tiles always begin at multiples of their width, so that a row's sums do not depend on its
                 # neighbours.
                 start = length
@@ -276,7 +276,8 @@ def attend_float32(work: Work) -> None:
         qkv [B, (heads + 2 kv_heads) * D]; all keys and all values of a layer;
         prompt tables [B, blocks] and lengths [B]; own tables [B, blocks] and lengths [B] without the new token;
         first row of each prompt and B [prompts + 1]; heads, kv_heads, D, most rows of a prompt;
-        window (tokens that a token sees, with itself), cap of scores (0 for none), sinks [heads] (-inf for none)
+        window (tokens that a token sees, itself included), cap of scores (0 for none);
+        sinks [heads] (-inf for none)
         -> out [B, heads * D]
     """
     _attend(work, float_pointer(work, 1), float_pointer(work, 2))

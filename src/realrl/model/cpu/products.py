@@ -18,9 +18,11 @@ from realrl.model.cpu.rows import Work, bfloat16_pointer, claim, float_pointer, 
 from realrl.model.cpu.vectors import add_rows_by_panel, multiply_rows_by_panel
 
 _BLOCK_ROWS = 192
-"""Rows that are multiplied with one panel after another: few enough to stay in a cache."""
+"""Rows of x in a unit of work. Consecutive units multiply the same rows by different panels, so the rows should fit
+in a cache."""
 _CLAIMED_ROWS = 32
-"""Minimum of rows times panels that a thread takes at a time."""
+"""If there are few rows, a thread takes several panels at a time, so that rows times panels is about this
+number."""
 _BLOCK_DEPTH = 512
 """Number of products in a chain, before the chain is added to the other chains. A chain's rounding error grows with
 its length."""
@@ -28,8 +30,8 @@ its length."""
 
 @dataclass(frozen=True, eq=False)
 class Panels:
-    """Packed weight [M, K] of products x @ weight.T: 16 of its rows are interleaved, so that the kernel reads it in
-    order."""
+    """Packed weight [M, K] of products x @ weight.T. A panel interleaves 16 rows of the weight, so that the kernel
+    reads memory in order."""
 
     weight: Tensor
     """[panels, K, LANES] float32 or bfloat16; rows beyond M are zero."""
@@ -47,7 +49,7 @@ class Panels:
 
 @numba.njit(inline="always")
 def _multiply(work: Work, x: Any, weight: Any) -> None:
-    """Compute `multiply_float32` with weights of either type."""
+    """Implement `multiply_float32` and `multiply_bfloat16`."""
     out, rows, depth, panels = (
         float_pointer(work, 2),
         int(number(work, 3)),

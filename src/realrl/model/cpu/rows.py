@@ -35,21 +35,23 @@ from torch import Tensor
 from realrl.layout.limits import KERNEL_ELEMENTS
 
 _NEXT, _ROWS, _CLAIM, _ARGUMENTS = range(4)
-"""Words of a work buffer: the next row, the number of rows, rows per claim, the first argument."""
+"""Indices of the 64-bit words of a work buffer, which passes arguments to a kernel: the next row, the number of
+rows, rows per claim, the first argument."""
 _WORDS = 3
-"""Words of an argument: address, elements between rows, elements of a row. A number takes only the first word."""
+"""Number of words per argument: its address, row stride in elements, and elements per row. A number uses only the
+first word."""
 
 _CLAIMS_CONVERTED = 4
-"""Claims whose rows are converted from bfloat16 and back at a time: few enough to stay in a cache."""
+"""Number of claims whose rows are converted from bfloat16 and back at a time. These rows should fit in a cache."""
 
 Work = Any
 """Pointer to the words of a work buffer, as kernels see it."""
 FAST_MATH = {"reassoc", "contract", "nsz"}
-"""What the compiler may do: it may reorder sums, which vectors require, but it preserves NaN and infinity.
+"""Fast-math flags of the compiler. It may reorder sums, which vectors require, but must preserve NaN and infinity.
 
-A loop has a version with vectors and a version without. Which version runs depends on how close arrays lie to each
-other, so both versions must give the same result. Therefore the compiler may not approximate quotients (`arcp`),
-and a loop that sums must not store.
+The compiler makes a vectorised version and a scalar version of each loop. Which version runs depends on how close
+arrays lie to each other, so both versions must give the same result. Therefore the compiler may not approximate
+quotients (`arcp`), and a loop that sums must not store.
 """
 
 
@@ -79,7 +81,7 @@ _short_pointer = _make_pointer_function(ir.IntType(16), types.uint16)
 
 @intrinsic
 def as_float64(context, word):  # type: ignore[no-untyped-def]
-    """Interpret 64 bits as a float64 number; kernels get rows of float64 as int64."""
+    """Interpret 64 bits as a float64 number. Kernels receive float64 tensors as int64."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         return builder.bitcast(arguments[0], ir.DoubleType())
@@ -89,7 +91,8 @@ def as_float64(context, word):  # type: ignore[no-untyped-def]
 
 @numba.njit(inline="always")
 def claim(work: Work) -> tuple[int, int]:
-    """Take the next rows; returns the first row and the end. No rows are left if the two are equal."""
+    """Take the next rows. Returns the first row and the row after the last one. If the two are equal, no rows are
+    left."""
     first = min(_add_atomically(work, work[_CLAIM]), work[_ROWS])
     return first, min(first + work[_CLAIM], work[_ROWS])
 
@@ -131,7 +134,8 @@ def float_pointer(work: Work, argument: int) -> Any:
 
 @numba.njit(inline="always")
 def bfloat16_pointer(work: Work, argument: int) -> Any:
-    """Point to the first element of an int16 argument, the bits of bfloat16; kernels see them as uint16."""
+    """Point to the first element of an int16 argument that holds the bits of bfloat16 numbers. Kernels see them as
+    uint16."""
     return _short_pointer(work[_ARGUMENTS + _WORDS * argument])
 
 
@@ -166,7 +170,7 @@ def _rows_per_claim(width: int) -> int:
 
 
 def count_claims(rows: Tensor) -> int:
-    """Count the claims that a kernel makes of its first argument. rows: [N, width]"""
+    """Count the claims into which a kernel divides the rows of its first argument. rows: [N, width]"""
     return -(-len(rows) // _rows_per_claim(rows.shape[1]))
 
 
@@ -207,13 +211,13 @@ def _call_in_float32(
 def row_kernel(
     *, outputs: int, strict: bool = False
 ) -> Callable[[Callable[[Work], None]], Callable[..., None]]:
-    """Compile a kernel at its first call; it writes to its last `outputs` arguments.
+    """Make a decorator that compiles a kernel at its first call. The kernel writes to its last `outputs` arguments.
 
     The compiled function is called with the number of rows and the arguments. An argument is a number, or a CPU
     tensor of float32 or int64: [N, width] with any row stride, or [width] for the same row each time. Threads claim
     `claim` rows at a time, by default about `KERNEL_ELEMENTS` elements of the first argument. Matrices may also be
-    bfloat16: some rows at a time are converted to float32 and back. An argument that a kernel reads by its address
-    may also be int16. With `strict` the compiler does not reorder operations.
+    bfloat16; they are then converted to float32 and back, some rows at a time. An argument that a kernel reads by
+    its address may also be int16. With `strict` the compiler does not reorder operations.
     """
 
     def decorate(body: Callable[[Work], None]) -> Callable[..., None]:
@@ -257,8 +261,8 @@ def _run(kernel: Any, rows: int, arguments: Sequence[Tensor | float], claim: int
         kernel.ctypes(ctypes.cast(buffer, ctypes.POINTER(ctypes.c_int64)))
     else:
         openmp.GOMP_parallel(kernel.address, ctypes.addressof(buffer), threads, 0)
-    # A thread that finishes has made one claim that got no rows. A thread that could not allocate memory has not
-    # made this claim: Numba only prints an exception of compiled code, and returns.
+    # Every thread that finishes ends with a claim that gets no rows. If a thread could not allocate memory, this
+    # claim is missing, because Numba only prints exceptions of compiled code and returns.
     claims = _FIRST.unpack_from(buffer)[0] // claim
     if claims < -(-rows // claim) + threads:
         raise MemoryError("a compiled kernel could not allocate its scratch memory")

@@ -1,9 +1,9 @@
 """Causal attention within packed sequences and its gradient, on a CPU, without padding or whole score matrices.
 
 A unit of work is a key/value head of a sequence, with all query heads that read it. Scores are computed in tiles of
-queries and keys that stay in a cache, and the softmax is combined tile by tile, as in FlashAttention (Dao et al.,
-arXiv 2205.14135; backward pass: section B.2 there). All sums of products go through one panel kernel (`vectors`);
-keys and values are packed for it once per unit of work.
+queries and keys that stay in a cache. The softmax is combined tile by tile, as in FlashAttention (Dao et al., arXiv
+2205.14135; backward pass: section B.2 there). All sums of products go through one panel kernel (`vectors`); keys
+and values are packed for it once per unit of work.
 
 A sequence can use at most one thread per key/value head.
 """
@@ -28,12 +28,13 @@ from realrl.model.cpu.vectors import (
 _QUERIES = 48
 """Queries of a tile of scores: a multiple of the rows that the panel kernel multiplies at a time."""
 _KEYS = 256
-"""Keys of a tile. A tile takes 48 KiB; backward passes have two."""
+"""Keys of a tile. The scores of a tile take 48 KiB; backward passes keep two such tiles."""
 
 
 @numba.njit(inline="always")
 def _pack_by_dim(x: Any, at: int, stride: int, length: int, dim: int, panels: Any) -> None:
-    """Pack rows as panels for products over dims. -> [blocks of 16 rows, dim, 16], 0 beyond the last row"""
+    """Pack rows as panels for products that sum over dims. -> [blocks of 16 rows, dim, 16], 0 beyond the last
+    row"""
     for t in range(0, length, LANES):
         count = min(LANES, length - t)
         for lane in range(LANES):
@@ -49,7 +50,8 @@ def _pack_by_dim(x: Any, at: int, stride: int, length: int, dim: int, panels: An
 
 @numba.njit(inline="always")
 def _pack_by_row(x: Any, at: int, stride: int, length: int, dim: int, height: int, panels: Any) -> None:
-    """Pack rows as panels for products over rows. -> [blocks of 16 dims, height, 16], 0 beyond rows and dims"""
+    """Pack rows as panels for products that sum over rows. -> [blocks of 16 dims, height, 16], 0 beyond rows and
+    dims"""
     for c in range(0, dim, LANES):
         count = min(LANES, dim - c)
         for t in range((length + LANES - 1) // LANES * LANES):
@@ -93,7 +95,7 @@ def _weigh(
     steep, shift = fill(scale), fill(-top)
     for j in range(begin, blocks):
         exponents = vectors.multiply_add(load_vector(scores, first + j * LANES), steep, shift)
-        # Rounding may lead above 0, but `vectors.exp2` takes no positive numbers.
+        # Rounding may make exponents positive, but `vectors.exp2` requires numbers up to 0.
         weights = vectors.exp2(vectors.smaller(exponents, vectors.zeros()))
         store_vector(scores, first + j * LANES, weights)
         total = vectors.add(total, weights)
@@ -195,8 +197,8 @@ def attend_backward(work: Work) -> None:
     """Compute the gradient of `attend_forward`.
 
     Units of work are the same. Arguments: qkv, first token of each sequence and T, heads, kv_heads, D, longest,
-    window, cap as in `attend_forward`; out and sums as it returns them; gradient of out [T, heads * D] -> gradient
-    of qkv
+    window, cap as in `attend_forward`; out and sums as `attend_forward` returns them; gradient of out
+    [T, heads * D] -> gradient of qkv
     """
     qkv, starts = float_pointer(work, 0), int_row(work, 1, 0)
     heads, kv_heads, dim = int(number(work, 2)), int(number(work, 3)), int(number(work, 4))

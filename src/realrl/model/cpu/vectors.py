@@ -128,11 +128,11 @@ def store_number(context, pointer, index, number):  # type: ignore[no-untyped-de
 
 @intrinsic
 def prefetch(context, pointer, index):  # type: ignore[no-untyped-def]
-    """Fetch the cache line of pointer[index], which need not exist."""
+    """Fetch the cache line of pointer[index] into the caches. The address need not be valid."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         place = builder.bitcast(builder.gep(arguments[0], [arguments[1]]), ir.IntType(8).as_pointer())
-        flags = (ir.Constant(_INT, value) for value in (0, 3, 1))  # for reading, into all caches, data
+        flags = (ir.Constant(_INT, value) for value in (0, 3, 1))  # read access, all cache levels, data
         _call(builder, "llvm.prefetch.p0i8", ir.VoidType(), place, *flags)
         return context.get_dummy_value()
 
@@ -246,7 +246,7 @@ def tanh(a: Any) -> Any:
 
 
 def make_panel_product(rows: int, *, adds: bool = False) -> Any:
-    """Make a function for kernels: the product of `rows` rows with a panel, whose sums stay in registers.
+    """Make a function for kernels that multiplies `rows` rows by a panel. Its sums stay in registers.
 
     multiply(x, at_x, x_stride, x_step, panel, at_panel, panel_step, depth, out, at_out, out_stride) computes, for
     each row r, out[at_out + r * out_stride + lane] = sum over k of x[at_x + r * x_stride + k * x_step] *

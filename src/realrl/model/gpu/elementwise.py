@@ -14,9 +14,9 @@ from realrl.model.gpu.library import register_kernel
 _NORM_TILE = 4096
 """Elements of a norm's tile. A tile holds several rows if rows are short, as for norms of heads."""
 _NORM_PROGRAMS = 256
-"""Number of programs of a norm's backward pass; each program sums the weight's gradient over its rows. There are
-about two programs for each multiprocessor of the largest GPUs. Their number is fixed, so that sums are the same on
-every GPU."""
+"""Number of Triton programs in a norm's backward pass. Each program sums the weight's gradient over its rows. There
+are about two programs for each multiprocessor of the largest GPUs. The number is fixed, so that sums are the same
+on every GPU."""
 
 
 @triton.jit
@@ -72,7 +72,8 @@ def _norm_gradient_kernel(
 
 
 def _size_tile(width: int) -> dict[str, int]:
-    """Size the tile by the width alone, so that a row's sums have one order for any number of rows."""
+    """Choose the tile from the width alone, so that the order of a row's sums does not depend on the number of
+    rows."""
     columns = triton.next_power_of_2(width)
     return {"ROWS": max(1, _NORM_TILE // columns), "COLUMNS": columns}
 
@@ -184,7 +185,8 @@ class Activate(Function):
     """Activation (silu, gelu or gelu_tanh) of all columns. If gated, it is the activation of the first half of the
     columns, times the second half.
 
-    torch's operations compute it. Only the input is saved. x: [N, I], or [N, 2 I] if gated -> [N, I]
+    It is computed by torch's operations. Only the input is saved for the backward pass. x: [N, I], or [N, 2 I] if
+    gated -> [N, I]
     """
 
     @staticmethod
@@ -286,7 +288,7 @@ class SwiGLU(Function):
 
 
 _ROTATED = 2048
-"""Pairs of numbers that a program rotates; they belong to several heads of one token."""
+"""Number of pairs of elements that a Triton program rotates. They belong to several heads of one token."""
 
 
 @triton.jit

@@ -1,8 +1,9 @@
-"""Exact products and attention on a GPU, in Triton: a row's result depends only on the row and on its operands.
+"""Exact products and attention on a GPU, in Triton: a row's result depends only on the row itself and on its
+weights or keys.
 
 Tiles have one size for any number of rows. One program computes each sum, in one order. Decode steps, prefills and
-training run the same compiled kernel. Triton would compile special kernels for a number of rows that is 1 or
-divisible by 16; `do_not_specialize` forbids this.
+training run the same compiled kernel. By default, Triton compiles special kernels for arguments that are 1 or
+divisible by 16; `do_not_specialize` prevents this.
 """
 
 import triton
@@ -14,9 +15,10 @@ from realrl.model.gpu.library import register_kernel
 from realrl.model.gpu.paged_attention import LOG2_E, product_type
 
 _ROWS, _COLUMNS, _DEPTH = 64, 64, 32
-"""Tile of every product: small enough for decode steps of few rows."""
+"""Rows, columns and depth of the tile of every product. The tile is small enough for decode steps of few rows."""
 _QUERIES = 16
-"""Queries of a program: the smallest tile of tensor cores. A program has more queries if more heads share a key."""
+"""Minimum number of queries of a program: the smallest tile of tensor cores. A program has more queries if more
+query heads share a key."""
 _TILE = 32
 """Keys that a program reads at a time."""
 
@@ -65,7 +67,8 @@ def _attend_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, PRODUCT: tl.constexpr,
 ):  # fmt: skip
-    """Attend from the rows of a run, with the query heads of one key/value head, to all keys, tile by tile."""
+    """Attend from a run (neighbouring rows that share keys) to all of its keys, tile by tile. A program computes
+    the query heads of one key/value head."""
     run = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     group: tl.constexpr = HEADS // KV_HEADS
@@ -90,7 +93,8 @@ def _attend_kernel(
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     output = tl.zeros([QUERIES, PADDED], tl.float32)
-    # Tiles before every row's window are skipped. This changes no bit, because their weights would be 0.
+    # Tiles before every row's window are skipped. This does not change the result, because their weights would be
+    # 0.
     earliest = tl.load(shared_lengths + begin) + tl.load(own_lengths + begin)
     hidden = tl.maximum(earliest - window, 0)
     for first in range(hidden // TILE * TILE, keys, TILE):

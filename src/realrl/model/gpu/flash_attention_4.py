@@ -9,6 +9,7 @@ _flash_attn_bwd = interface._flash_attn_bwd
 
 
 def _flash_attn_fwd(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """Return only the output and its log-sum-exps: torch unpacks two results, and the package returns more."""
+    """Return only the output and its log-sum-exps. The package returns more results than the two that torch
+    unpacks."""
     output, sums, *_ = interface._flash_attn_fwd(*arguments, **options)
     return output, sums

@@ -1,4 +1,4 @@
-"""Softmax over logits on a GPU: the sums of a chunk in one pass, its gradient in another."""
+"""Softmax over logits on a GPU: one kernel for the sums of a chunk, and one for its gradient."""
 
 import triton
 import triton.language as tl

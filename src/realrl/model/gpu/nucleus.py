@@ -15,7 +15,7 @@ def _top_p_kernel(probabilities, kept, columns, share, BLOCK: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * columns
     digit = tl.arange(0, 16).to(tl.uint32)
     # Non-negative floats are ordered like their bits. Find, four bits at a time, the largest threshold such that
-    # all probabilities from it upwards sum to the share.
+    # all probabilities from it upwards sum to at least the share.
     lowest = tl.full([], 0, tl.uint32)
     target = tl.full([], 0.0, tl.float64)
     larger = tl.full([], 0.0, tl.float64)  # in the end, the sum of the probabilities above `lowest`
@@ -53,8 +53,8 @@ def _top_p_kernel(probabilities, kept, columns, share, BLOCK: tl.constexpr):
 
 @register_kernel("keep_top_p(Tensor probabilities, float share, Tensor(a!) kept)")
 def launch_top_p(probabilities: Tensor, share: float, kept: Tensor) -> None:
-    """Copy the probabilities of each row's likeliest tokens, which together have `share` of the row's sum. Set the
-    other probabilities to 0.
+    """Copy the probabilities of each row's likeliest tokens, which together have at least `share` of the row's sum.
+    Set the other probabilities to 0.
 
     A row's result does not depend on other rows. Both tensors are [B, V] float32, contiguous.
     """

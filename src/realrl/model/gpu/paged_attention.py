@@ -15,12 +15,13 @@ from torch import Tensor
 from realrl.layout.kv_blocks import BLOCK_TOKENS
 
 PARTS = 16
-"""Most parts of a row: enough programs for all multiprocessors of a GPU even with few rows."""
+"""Maximum number of parts of a row. Even with few rows, there are then enough programs for all multiprocessors of a
+GPU."""
 PART_KEYS = 256
-"""Keys of a part; smaller parts would cost more than they gain. Parts are larger if a row is too long for PARTS
-such parts."""
+"""Minimum number of keys in a part; smaller parts would cost more than they gain. Parts are larger if a row is too
+long for PARTS such parts."""
 _TILE_BYTES = 1 << 14
-"""Bytes of keys, or of values, that a program reads at a time: several tiles fit into shared memory."""
+"""Bytes of keys, or of values, that a program reads at a time. Several such tiles fit into shared memory."""
 _QUERIES = 16
 """Minimum number of queries of a product: the smallest tile of tensor cores. Usually fewer heads share a key."""
 LOG2_E = 1.4426950408889634
@@ -29,7 +30,8 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def product_type(dtype: torch.dtype) -> tl.dtype:
-    """Find the type of the factors of products: float32 in Triton's interpreter, which has no bfloat16 products."""
+    """Find the type of the factors of products. It is always float32 in Triton's interpreter, which has no bfloat16
+    products."""
     return tl.float32 if _INTERPRETED or dtype == torch.float32 else tl.bfloat16
 
 
@@ -186,6 +188,7 @@ def launch_attention(
 
 
 def _count_parts(prompt_width: int, own_width: int, tile: int) -> int:
-    """Most parts that a row can have with tables of these widths (in blocks); more programs would exit at once."""
+    """Compute the maximum number of parts of a row, given the widths of its block tables; further programs would
+    exit at once."""
     tiles = sum(-(-width * BLOCK_TOKENS // tile) for width in (prompt_width, own_width))
     return min(PARTS, -(-tiles // (PART_KEYS // tile)))

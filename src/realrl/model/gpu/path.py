@@ -1,4 +1,4 @@
-"""Which tensors take the GPU path, and the Triton kernels for it."""
+"""Conditions for the GPU path, and the import of its Triton kernels."""
 
 from functools import cache
 from importlib.util import find_spec

@@ -78,8 +78,8 @@ def _weigh(
     """Compute the weights of a block of queries, the weights of their sinks, and with `with_slope` the derivative
     of the cap.
 
-    All are float32. q, k: [N, L, D]; sinks: [heads], N is a multiple of heads -> [N, rows, keys], [N, rows, 1], [N,
-    rows, keys]
+    All results are float32. q, k: [N, L, D]; sinks: [heads], N is a multiple of heads -> weights [N, rows, keys],
+    weights of sinks [N, rows, 1], derivative [N, rows, keys]
     """
     scores = _multiply(q[:, rows], k[:, keys].transpose(1, 2)).mul_(q.shape[2] ** -0.5)
     slope = None
