@@ -21,10 +21,11 @@ from realrl.plan.placement import Mesh
 from realrl.planner.cluster.devices import DeviceKind, find_device_kind
 
 MOST_DEVICES = 1 << 14
-"""Largest cluster that can be planned: for 10,000 devices that takes more than three minutes of one core."""
+"""Number of devices of the largest cluster that can be planned. A plan for 10,000 devices takes one core more than
+three minutes."""
 
 STORAGE = 1e9
-"""Default bytes per second between a node and storage while all nodes use it.
+"""Default bandwidth between a node and the storage while all nodes use it, in bytes per second.
 
 Llama 3's file system sustains 2 TB/s for 2,048 nodes (arXiv 2407.21783, section 3.3.1)."""
 
@@ -40,7 +41,7 @@ class NodeGroup:
     """Bandwidth between one node and the others, per direction, in bytes per second."""
     price_per_device_hour: float | None = None
     host_memory_bytes: int | None = None
-    """Memory of each node's host; None for the usual size with such devices."""
+    """Bytes of memory of each node's host. None means the default of the device kind."""
     storage_bytes_per_s: float = STORAGE
     """Bandwidth between each node and the storage of checkpoints and weights, per direction, while all nodes use
     it, in bytes per second."""
@@ -72,7 +73,7 @@ class Site:
     nodes: Cluster
     """Nodes under the mesh, each with the number of its devices that belong to the mesh."""
     node_bytes_per_s: float
-    """Bandwidth between the slowest of these nodes and the others, per direction, in bytes per second."""
+    """Network bandwidth of the slowest of these nodes, per direction, in bytes per second."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class ClusterSpec:
     """Cluster as groups of homogeneous nodes.
 
     Ranks are numbered group by group and, inside a group, node by node. A mesh has devices of one kind. It may span
-    neighbouring groups with the same kind, whose nodes may differ in size.
+    neighbouring groups of this kind, even if their nodes differ in size.
     """
 
     name: str
@@ -102,7 +103,7 @@ class ClusterSpec:
 
     @cached_property
     def cluster(self) -> Cluster:
-        """Nodes, and the number of devices of each."""
+        """Nodes of the cluster, each with its number of devices."""
         first, *further = ((group.nodes, group.devices_per_node) for group in self.groups)
         return Cluster(*first, *further)
 
@@ -116,7 +117,7 @@ class ClusterSpec:
         return bisect_right(self.ends, rank)
 
     def site(self, mesh: Mesh) -> Site:
-        """Return the devices and network under a mesh; UserError if its devices are of several kinds."""
+        """Return the devices and network under a mesh. Raises UserError if its devices are of several kinds."""
         if mesh not in self._sites:
             mesh.check(self.cluster)
             last = self.group_index(mesh.first + mesh.size - 1)
@@ -140,7 +141,8 @@ class ClusterSpec:
 
     @cached_property
     def uniform_parts(self) -> list[range]:
-        """Nodes of each part of the cluster that meshes stay inside: neighbouring groups of one kind of device."""
+        """Node indices of each part of the cluster: neighbouring groups with one kind of device. No mesh spans two
+        parts."""
         parts: list[range] = []
         first = 0
         for group, before in zip(self.groups, (None, *self.groups), strict=False):
@@ -165,8 +167,8 @@ class ClusterSpec:
     def with_nodes(self, nodes: int) -> "ClusterSpec":
         """Return the cluster of the first `nodes` nodes.
 
-        A homogeneous cluster can also grow. UserError for fewer than 1 node, and for more than a heterogeneous
-        cluster has.
+        A homogeneous cluster can also grow. Raises UserError if `nodes` is less than 1, or more than a
+        heterogeneous cluster has.
         """
         if len(self.groups) > 1 and nodes > self.nodes:
             raise UserError(
@@ -184,9 +186,10 @@ class ClusterSpec:
 
     @classmethod
     def parse(cls, text: str) -> "ClusterSpec":
-        """Parse `KIND:NODESxDEVICES`, several joined by `+`, such as `a100-80g:16x8`, or read a YAML file.
+        """Parse a cluster such as `a100-80g:16x8` (`KIND:NODESxDEVICES`), or read a YAML file.
 
-        A part without a kind is of the kind before it: `h100:2x8+1x4`. UserError for any other text.
+        A `+` joins several groups of nodes. A group without a kind has the kind of the group before it:
+        `h100:2x8+1x4`. Raises UserError for any other text.
         """
         if is_yaml(text):
             return load_cluster(text)
@@ -215,13 +218,13 @@ Size = Annotated[str, BeforeValidator(check_size)]
 
 
 class _Device(Settings):
-    """Device kind in a cluster file; fields that are not given are those of the built-in kind `like`."""
+    """Device kind in a cluster file. Missing fields come from the built-in kind `like`."""
 
     like: str
     """Name of the built-in kind that supplies defaults."""
     name: str | None = None
-    """Name of a kind of its own, the key of measured profiles; tables of operators that were measured on the
-    built-in kind are not used for it."""
+    """Name of a new device kind. Profiles are measured and looked up under this name. The operator tables of the
+    built-in kind do not apply to it."""
     memory: Size | None = None
     """Device memory, for example `80GiB`."""
     bf16_tflops: PositiveFloat | None = None
@@ -235,8 +238,8 @@ class _Device(Settings):
     host_gb_per_s: PositiveFloat | None = None
     """Bandwidth to host memory, each direction, in 10^9 bytes per second."""
     threads: PositiveInt | None = None
-    """Threads of a process on a CPU. Figures are for all threads together; figures that are not given grow with
-    them."""
+    """Threads of a process on a CPU. The other fields count all threads together. If FLOP/s and memory bandwidth
+    are missing, they grow with the number of threads."""
 
     def kind(self) -> DeviceKind:
         given: dict[str, Any] = {
@@ -273,13 +276,13 @@ class _Group(Settings):
     price_per_device_hour: NonNegativeFloat | None = None
     """Price of one device for an hour, in any currency."""
     host_memory: Size | None = None
-    """Memory of a node's host, for example `2TB`; the default is the usual size with such devices."""
+    """Memory of a node's host, for example `2TB`. The default depends on the device kind."""
     storage_gb_per_s: PositiveFloat | None = None
     """Bandwidth between each node and the storage of checkpoints and weights while all nodes use it, in 10^9 bytes
-    per second; 1 by default."""
+    per second. The default is 1."""
 
     def group(self) -> NodeGroup:
-        """Build the node group; UserError if `device` is neither a name nor a section."""
+        """Build the node group. Raises UserError if `device` is neither a name nor a section."""
         given = self.device
         if not isinstance(given, str | dict):
             raise UserError(
@@ -302,13 +305,13 @@ class _File(Settings):
     """A cluster file."""
 
     name: str | None = None
-    """Name of the cluster; by default that of the file."""
+    """Name of the cluster. The default is the file name without its suffix."""
     groups: tuple[Any, ...] = Field(min_length=1, strict=False)
-    """Groups of homogeneous nodes; validated one by one, so that errors name the group."""
+    """Groups of homogeneous nodes. They are validated one by one, so that an error names its group."""
 
 
 def load_cluster(path: str) -> ClusterSpec:
-    """Read a cluster file; UserError that names the file and the field that is wrong."""
+    """Read a cluster file. Raises a UserError that names the file and the wrong field."""
     content = read_yaml(path)
     with mistakes_in(f"cluster file {path}", _File):
         file = _File.model_validate(content)

@@ -14,7 +14,7 @@ _GIB, _GB = 1 << 30, 10**9
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceKind:
-    """Peak performance of a device, by its data sheet; `efficiency` holds the fractions achieved in practice."""
+    """Peak performance of a device from its data sheet. `Efficiency` holds the fractions achieved in practice."""
 
     name: str
     memory_bytes: int
@@ -38,27 +38,27 @@ class DeviceKind:
     node_latency_s: float = 10e-6
     """Latency of one hop of a collective between nodes, in seconds."""
     kernel_s: float = 12e-6
-    """Host time to launch one kernel, in seconds: some 10 µs of Python and torch (docs/notes/constants.md), and
-    2 to 3 µs of the driver."""
+    """Host time to launch one kernel, in seconds. Python and torch take about 10 µs (docs/notes/constants.md), and
+    the driver takes 2 to 3 µs."""
     cpu: bool = False
     """Whether the device is a process on a CPU, which has no driver and computes logits in smaller chunks."""
 
     groups_products: bool = False
-    """Whether torch has a kernel for products of groups of rows, as for compute capabilities 9.x and 10.x."""
+    """Whether torch has a grouped matmul kernel for the device, as for compute capabilities 9.x and 10.x."""
 
     threads: int = 1
-    """Threads of a process on a CPU. Figures are for all of them together."""
+    """Threads of a process on a CPU. The other fields count all threads together."""
     guessed: frozenset[str] = frozenset()
-    """Names of figures that are rough guesses, so that no utilisation is reported against them."""
+    """Names of fields that are rough guesses. Reports give no utilisation relative to these fields."""
     measured: str | None = None
-    """Name of the tables of measured operators of such devices, in `operators/measured`; None without any."""
+    """Name of the device's file of operator tables in `operators/measured`, or None if there is none."""
 
     def flops(self, dtype: Dtype) -> float:
-        """Peak FLOP/s of matmuls in a data type. Models in `mixed` have bfloat16 operands."""
+        """Peak FLOP/s of matmuls in a data type. In `mixed`, operands are bfloat16."""
         return self.fp32_flops if dtype == "float32" else self.bf16_flops
 
     def with_threads(self, threads: int) -> "DeviceKind":
-        """Describe a process of the same CPU with another number of threads."""
+        """Return the kind of a process with `threads` threads on the same CPU."""
         faster = compute_thread_speedup(threads) / compute_thread_speedup(self.threads)
         return replace(
             self,
@@ -70,25 +70,25 @@ class DeviceKind:
 
 
 _LOST_PER_THREAD = 0.05
-"""Share of its own time that each further thread of a process costs: some work is not divided among threads, and
-all wait for the last one after every operation."""
+"""Fraction by which each further thread of a process lengthens the ideal time. Some work is not divided among
+threads, and all threads wait for the last one after every operation."""
 
 
 def compute_thread_speedup(threads: int) -> float:
     """Compute the speedup of a process on a CPU with several threads, each on its own core.
 
-    The demo's PPO step is predicted to take 3.4 s with one thread. With two, it takes 1.7 to 1.9 s (2-core AMD
-    EPYC, torch 2.13). More threads have not been measured.
+    The demo's PPO step is predicted to take 3.4 s with one thread. With two threads, it took 1.7 to 1.9 s (2-core
+    AMD EPYC, torch 2.13). More threads have not been measured.
     """
     return threads / (1 + _LOST_PER_THREAD * (threads - 1))
 
 
 # Host memory follows the vendors' own systems of eight devices: 1 TB in a DGX A100 with 320 GB, and 2 TB in a DGX
-# A100 with 640 GB, a DGX H100, H200 or B200. Servers with L40S or RTX 4090 differ; a usual, rather small size
-# stands here. The latency of an NVLink hop has the order that NCCL's tuning model assumes for its ring protocols
-# (NCCL 2.18, src/graph/tuning.cc: 6.6 µs base for LL, 14 µs for simple, 0.6 to 1 µs per NVLink hop). Over PCIe, it
-# is the latency of a copy through host memory. Networks follow the vendors' eight-device systems, except for the
-# A100: its cloud instances and clusters have 200 Gbit/s per node and more.
+# A100 with 640 GB, a DGX H100, H200 or B200. Servers with L40S or RTX 4090 differ, so their number is a common,
+# rather small size. The latency of an NVLink hop has the order that NCCL's tuning model assumes for its ring
+# protocols (NCCL 2.18, src/graph/tuning.cc: 6.6 µs base for LL, 14 µs for simple, 0.6 to 1 µs per NVLink hop). The
+# latency of a PCIe hop is that of a copy through host memory. Networks follow the vendors' eight-device systems,
+# except for the A100: its cloud instances and clusters have 200 Gbit/s per node and more.
 _NVLINK_HOP, _PCIE_HOP = 3e-6, 8e-6
 _PCIE4, _PCIE5 = 32e9, 64e9
 
@@ -166,8 +166,8 @@ _KINDS = (
         node_bytes_per_s=25e9,
         measured="l40s",
     ),
-    # NVIDIA Ada white paper: 165 / 82.6 TFLOP/s, 24 GB at 1,008 GB/s; without peer-to-peer access, so that
-    # what devices exchange passes PCIe twice.
+    # NVIDIA Ada white paper: 165 / 82.6 TFLOP/s, 24 GB at 1,008 GB/s. It lacks peer-to-peer access, so each message
+    # crosses PCIe twice.
     DeviceKind(
         name="rtx-4090",
         memory_bytes=int(23.5 * _GIB),
@@ -180,9 +180,9 @@ _KINDS = (
         host_memory_bytes=32 * _GB,
         node_bytes_per_s=1.25e9,
     ),
-    # A process with one thread, on a core of a 2-core AMD EPYC virtual machine, torch 2.13: about 105 and
-    # 325 GFLOP/s; gloo over loopback, a small all-reduce about 1 ms. `realrl profile` replaces these rough
-    # numbers.
+    # A process with one thread, on a core of a 2-core AMD EPYC virtual machine, torch 2.13: 105 GFLOP/s in float32
+    # and 325 in bfloat16. A small all-reduce of gloo over loopback takes about 1 ms. `realrl profile` replaces
+    # these rough numbers.
     DeviceKind(
         name="cpu",
         memory_bytes=8 * _GIB,
@@ -205,7 +205,7 @@ DEVICES: Mapping[str, DeviceKind] = MappingProxyType({kind.name: kind for kind i
 
 
 def find_device_kind(name: str) -> DeviceKind:
-    """Look up a built-in kind by name; UserError that lists all names for any other."""
+    """Look up a built-in kind by name. Raises a UserError that lists all names if there is none."""
     if name not in DEVICES:
         hint = nearest(name, DEVICES)
         suffix = f"; did you mean {hint}?" if hint else ""
@@ -216,7 +216,8 @@ def find_device_kind(name: str) -> DeviceKind:
 def find_gpu_kind(name: str) -> DeviceKind | None:
     """Look up the built-in kind of a GPU by torch's name for it, such as `NVIDIA A100-SXM4-80GB`, or return None.
 
-    PCIe and NVL cards lack the links of the built-in kinds, and MIG slices are parts of a card: None.
+    The result is None for PCIe and NVL cards, which lack the links of the built-in kinds. It is also None for MIG
+    slices, which are only parts of a card.
     """
     words = re.split(r"[^A-Z0-9]+", name.upper())
     if {"PCIE", "NVL", "MIG"} & set(words):

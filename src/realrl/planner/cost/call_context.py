@@ -39,7 +39,8 @@ class CallContext:
         return 0.0 if self.timing.device.cpu else self.timing.efficiency.overlap
 
     def layer_communication(self, tokens: Real) -> DeviceHostTime:
-        """Time the TP communication of a layer, forward or backward: two all-reduces of the hidden states.
+        """Predict the time of a layer's TP communication, forward or backward: two all-reduces of the hidden
+        states.
 
         With sequence parallelism, an all-gather and a reduce-scatter replace each all-reduce. Generation does not
         use sequence parallelism. The embedding needs half of this communication.
@@ -73,7 +74,8 @@ class CallContext:
         return seconds + count * gathered + group.all_reduce(4 * tokens)
 
     def head_backward_communication(self, tokens: Real) -> Real:
-        """Time the TP communication of the head backward: an all-reduce of the gradient of the hidden states.
+        """Predict the seconds of TP communication in the head's backward pass: an all-reduce of the hidden states'
+        gradient.
 
         If the forward pass did not keep its logits, their maxima and sums are also all-reduced again.
         """
@@ -85,7 +87,7 @@ class CallContext:
         return again + self.network.group("tp").all_reduce(self._hidden(tokens))
 
     def sample_communication(self, rows: Real) -> Real:
-        """Time the all-gather of the next tokens' logits to every TP rank."""
+        """Predict the seconds of the all-gather that gives every TP rank the logits of the next tokens."""
         if self._head_is_local:
             return 0.0
         return self.network.group("tp").all_gather(
@@ -93,9 +95,9 @@ class CallContext:
         )
 
     def hop(self, tokens: Real) -> Floats:
-        """Time sending hidden states, or their gradient, to the next stage.
+        """Predict the seconds to send hidden states, or their gradient, to the next stage.
 
-        The time includes the host's, because the receiving host blocks until the message has arrived.
+        The prediction includes host time, because the receiving host blocks until the message has arrived.
         """
         rows = tokens / (self.strategies.tp if self.strategies.sequence_parallel else 1)
         return np.where(

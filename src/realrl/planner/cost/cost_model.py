@@ -39,17 +39,18 @@ from realrl.program.order import changed_sets, changes, set_names
 class CallCost:
     """Seconds of a call on its mesh, by additive terms.
 
-    compute: arithmetic of the busiest stage. decode: layers, head and sampling in decode steps. tensor, pipeline,
-    data: exposed communication of TP, PP and DP. bubble: idle time of the busiest stage. launch: the device waits
-    for the host to launch kernels. optimizer: update of the parameters. function: a function on the host. No device
-    waits for a function until its outputs are needed. A function that no run has measured has no term.
+    `compute`: arithmetic of the busiest stage. `decode`: layers, head and sampling in decode steps. `tensor`,
+    `pipeline`, `data`: communication of TP, PP and DP that no computation hides. `bubble`: idle time of the busiest
+    stage. `launch`: time that the device waits for the host to launch kernels. `optimizer`: update of the
+    parameters. `function`: a function on the host, which devices wait for only when they need its outputs. This
+    term is missing if no run has measured the function.
     """
 
     terms: Mapping[str, float]
     captures: float = 0.0
-    """Seconds of `launch` that capture CUDA graphs, if a later step can reuse these graphs.
+    """Seconds of `launch` spent on capturing CUDA graphs that a later step can reuse.
 
-    A step reuses the graphs of the step before if the parameters have not moved in between.
+    A step reuses the graphs of the previous step if the parameters have not moved in between.
     """
 
     @property
@@ -69,7 +70,7 @@ class CostModel:
     ) -> None:
         """Build a time model.
 
-        `profile` counts only for devices of its own kind. `efficiency` defaults to the constants of this project's
+        `profile` is used only for devices of its kind. `efficiency` defaults to the constants of this project's
         engine.
         """
         self.spec = spec
@@ -81,9 +82,9 @@ class CostModel:
     def call(
         self, call: Call, model: StoredModel | None, placement: Placement, workload: Workload
     ) -> CallCost:
-        """Cost one call of a step, with all its mini-batches and epochs.
+        """Predict the seconds of one call of a step, with all its mini-batches and epochs.
 
-        `model` belongs to the call's role; it is None for a function. Raises UserError if there are fewer records
+        `model` is the model of the call's role, or None for a function. Raises UserError if there are fewer records
         than DP ranks.
         """
         if model is None:
@@ -103,7 +104,7 @@ class CostModel:
         placements: Sequence[Placement],
         workload: Workload,
     ) -> Mapping[str, Floats]:
-        """Cost a call under each of some placements at once, in seconds by term (see `CallCost`).
+        """Predict the seconds of a call by term (see `CallCost`) under several placements at once.
 
         All placements are on one kind of device. Raises UserError if there are fewer records than DP ranks.
         """
@@ -117,7 +118,7 @@ class CostModel:
     def captures(
         self, call: Call, model: StoredModel, placements: Sequence[Placement], workload: Workload
     ) -> Floats:
-        """Compute `CallCost.captures` under each of some placements, all on one kind of device."""
+        """Compute `CallCost.captures` under several placements, all on one kind of device."""
         if call.kind is not Kind.GENERATE:
             return np.zeros(len(placements))
 
@@ -134,9 +135,9 @@ class CostModel:
         placements: Sequence[Placement],
         workload: Workload,
     ) -> Mapping[str, Floats]:
-        """Cost a call with `cost`, in seconds by name, and multiply by the profile's correction factors.
+        """Compute the seconds of a call by term with `cost`, and multiply them by the profile's correction factors.
 
-        `cost` handles strategies that `group_strategies` puts into one group, so it is called once per group.
+        `cost` can only handle strategies of one group of `group_strategies`, so it is called once per group.
         """
         strategies = [placement.strategy for placement in placements]
         sites = [self.spec.site(placement.mesh) for placement in placements]
@@ -149,7 +150,8 @@ class CostModel:
         return found if factors is None else {name: factors * s for name, s in found.items()}
 
     def _function(self, call: Call, placement: Placement, workload: Workload) -> CallCost:
-        """Time of a function on the busiest rank: the measured seconds per item, times the rank's records."""
+        """Predict the time of a function on the busiest rank: the measured seconds per item, times the rank's
+        records."""
         assert call.function is not None, f"{call.name} has a model"
         records = records_per_rank(workload.work(call), placement.strategy)
         profile = self._profile_of(placement.mesh.first)
@@ -232,9 +234,9 @@ class CostModel:
         )
 
     def _most_posted(self, device: DeviceKind) -> float:
-        """Bytes per second that a rank sends if its host only posts the messages of a reallocation.
+        """Most bytes per second that a rank can send in a reallocation if its host does nothing but post messages.
 
-        A fast device link can be idle while the host prepares the next message, so the host's rate limits it.
+        A fast device link can be idle while the host prepares the next message, so the host limits the rate.
         """
         return message_limits(cpu=device.cpu).message_bytes / self.efficiency.collective_host_s
 

@@ -15,7 +15,8 @@ from realrl.planner.workload.workload import CallWork
 from realrl.program.arrays import Floats, Ints, Real, apply_each, truncate
 
 _SEGMENTS = 8
-"""Segments of the decode steps of the last rows. The model assumes constant rows and context within a segment."""
+"""Number of segments that split the decode steps of the last rows. The model assumes a constant number of rows, and
+a constant context length, within a segment."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,11 @@ def split_decode_steps(
 ) -> Iterator[DecodeSegment]:
     """Split the decode steps of a call into segments, until its longest sequence ends.
 
-    The host looks at new tokens only every `steps_per_look` steps, so answers are rounded up to this multiple.
-    Finished rows are replaced several at a time. The first segment lasts while rows wait for a place in the full
-    cache. The other segments decode the last rows, which become fewer as sequences end; the model assumes that all
-    last rows begin with their first token. Attention reads the cached tokens of each row. If it `shares` prompts,
-    it reads a prompt once for all its rows.
+    The host looks at new tokens only every `steps_per_look` steps, so answer lengths are rounded up to a multiple
+    of it. Finished rows are replaced several at a time. The first segment lasts while rows wait for a place in the
+    full cache. The other segments decode the last rows, whose number falls as sequences end. The model assumes that
+    all of these rows begin at their first token. Attention reads the cached tokens of each row. If `shares` is
+    true, it reads a prompt once for all rows of the prompt.
     """
     answers = np.sort([-(-n // steps_per_look) * steps_per_look for n in work.answers])
     count = len(answers)
@@ -66,7 +67,7 @@ def split_decode_steps(
 
 
 def cost_generation(context: CallContext) -> Mapping[str, Floats]:
-    """Cost a generate call, in seconds by term.
+    """Predict the seconds of a generate call by term.
 
     The pipeline has one decode batch in flight per stage. The tokens of a batch pass all stages in turn, and the
     last stage sends the sampled tokens back to the first.
@@ -105,13 +106,14 @@ def cost_generation(context: CallContext) -> Mapping[str, Floats]:
 
 
 def cost_kept_captures(context: CallContext) -> Floats:
-    """Cost the captures that a generate call saves if its parameters have not moved since the step before.
+    """Predict the seconds of graph capture that a generate call saves if its parameters have not moved since the
+    last step.
 
-    The engine then reuses the graphs of that step (`KeptDecoding`), if the device has room to keep them.
+    The engine then reuses the graphs of the last step (`KeptDecoding`), if the device has room to keep them.
     """
     sizes = split_generations(context.work, context.strategies, cpu=context.timing.device.cpu)
     lora = context.timing.sizes.shape.lora
-    # The engine computes DoRA's factors for each call, and keeps graphs with collectives no longer than one call.
+    # The engine computes DoRA's factors anew for each call, and drops graphs with collectives after each call.
     keeps = (context.strategies.tp == 1) & (lora is None or not lora.dora)
     return np.where(keeps, _cost_captures(context, sizes), 0.0)
 
@@ -119,8 +121,8 @@ def cost_kept_captures(context: CallContext) -> Floats:
 def _cost_captures(context: CallContext, sizes: GenerationWork) -> Floats:
     """Host seconds to capture all graphs of a call.
 
-    There is a graph for each number of rows. The host launches the kernels of each graph twice:
-    once kernel by kernel for the first step, and once to capture the graph.
+    There is one graph per number of rows. The host launches the kernels of each graph twice: once kernel by kernel
+    for the first step, and once to capture the graph.
     """
     timing, work = context.timing, context.work
     if not timing.decodes_by_graphs:
@@ -133,11 +135,11 @@ def _cost_captures(context: CallContext, sizes: GenerationWork) -> Floats:
 
 
 def _cost_decode_step(context: CallContext, batches: Ints, segment: DecodeSegment) -> dict[str, Floats]:
-    """Cost one decode step of all decode batches in flight, in seconds by term.
+    """Predict the seconds by term of one decode step of all decode batches in flight.
 
-    A token passes all stages before the next token starts, which takes the sum of all stages. Each stage works on
-    one decode batch at a time, which takes the slowest stage times the number of batches. The step takes the longer
-    time.
+    A token passes all stages before the next token starts, which takes the summed time of all stages. Each stage
+    works on one decode batch at a time, so the slowest stage needs its time once per batch. The step takes the
+    longer of the two times.
     """
     timing = context.timing
     layers = context.layers

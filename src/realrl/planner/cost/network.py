@@ -20,8 +20,8 @@ from realrl.program.arrays import Floats, Ints, Real
 GroupKind = Literal["tp", "dp", "mesh", "embedding"]
 """Process groups of a placement.
 
-tp: ranks that hold shards of the same matrices. dp: ranks that share out a batch. mesh: the ranks along all axes
-that divide anything. embedding: first and last stage of each pipeline."""
+`tp`: ranks that hold shards of the same matrices. `dp`: ranks that split a batch. `mesh`: ranks along all axes that
+divide a batch, matrices or layers. `embedding`: the first and the last stage of each pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +56,10 @@ class Ring:
         return self._seconds("all_reduce", 2, number_bytes)
 
     def _seconds(self, kind: Reduction, rounds: int, number_bytes: Real) -> Floats:
-        """Seconds of a collective; a profile that measured this group comes first, the operator tables second.
+        """Predict the seconds of a collective from the profile if it measured such a group, or else from the
+        operator tables.
 
-        Without either, each round of a ring takes size - 1 hops of 1 / size of the bytes.
+        Without either source, each round of a ring takes size - 1 hops, each with 1 / size of the bytes.
         """
         seconds = rounds * (self.size - 1) * (self.hop_s + number_bytes / self.size / self.bytes_per_s)
         if self.operators is not None:
@@ -117,9 +118,10 @@ class Network:
         return self._groups[kind]
 
     def _ring(self, kind: GroupKind) -> Ring:
-        """Build a ring; groups that communicate at the same time share the network of a node.
+        """Build the rings of one kind of group. Groups that communicate at the same time share the network of a
+        node.
 
-        The number of a ring's links equals its number of ranks. In a ring over n > 1 nodes, n links cross nodes.
+        A ring has as many links as ranks. In a ring over n > 1 nodes, n links cross nodes.
         """
         device = self.sites[0].device
         each = zip(self.strategies.degrees, self.sites, strict=True)
@@ -170,7 +172,8 @@ def _find_span(kind: GroupKind, degrees: Degrees, nodes: Cluster) -> tuple[int, 
 
 @lru_cache(maxsize=1 << 16)
 def _count_leaving(stage: int, nodes: Cluster) -> int:
-    """Most ranks of one node whose peer on the next stage is on another node; `stage` is the ranks per stage."""
+    """Count the ranks of a node whose peer on the next stage is on another node, for the node with the most.
+    `stage`: ranks per stage."""
     if nodes.even:  # No other node has more such ranks than the first.
         per_node = nodes.runs[0][1]
         return min(per_node, nodes.size - stage) - max(0, per_node - stage)

@@ -18,10 +18,10 @@ _SMALL = 64
 
 @dataclass(frozen=True, kw_only=True)
 class OutsideLayers:
-    """Seconds of one chunk outside the layers.
+    """Seconds that one chunk (micro-batch) takes outside the layers.
 
-    `every`, `first` and `last` are computation on every stage, the first and the last stage. `comm_first` and
-    `comm_last` are TP communication on the first and the last stage.
+    `every`, `first` and `last`: computation on every stage, on the first stage and on the last stage. `comm_first`
+    and `comm_last`: TP communication on the first and on the last stage.
     """
 
     every: Real = 0.0
@@ -49,7 +49,7 @@ def at_last(pp: Ints, seconds: Real) -> Floats:
 
 
 def cost_training(context: CallContext) -> Mapping[str, Floats]:
-    """Cost all optimizer steps of a train call under the 1F1B schedule, in seconds by term.
+    """Predict the seconds by term of all optimizer steps of a train call, under the 1F1B schedule.
 
     Layers below the first trained layer have no backward pass, and neither have frozen embeddings. The model
     ignores two other savings of a frozen part: the gradient of a tied head's weight, and messages to stages without
@@ -122,8 +122,8 @@ def _cost_sharded_step(
 ) -> Floats:
     """Exposed seconds of data-parallel communication of a mini-batch under ZeRO-2 and ZeRO-3, on the busiest stage.
 
-    Every chunk also sums the gradients to which each TP rank contributes a part. Small all-reduces include the one
-    by which ranks agree on the number of chunks.
+    In every chunk, ranks also sum the gradients that each of them has computed only in part. One of the small
+    all-reduces lets ranks agree on the number of chunks.
     """
     passes = chunks * (sharded.forward(seconds) + sharded.backward(updated, seconds))
     stages = np.where(
@@ -137,8 +137,8 @@ def _cost_gradient_reduction(context: CallContext, elements: Ints, last_pass: Re
     """Exposed seconds of gradient reduction.
 
     The backward pass of the last micro-batch can hide the reduction of all buckets except the last. It cannot hide
-    late buckets, whose gradients several TP ranks or stages sum first. Partial gradients of small tensors have sums
-    of their own.
+    late buckets, whose gradients are first summed over several TP ranks or stages. Partial gradients of small
+    tensors are summed separately.
     """
     network = context.network
     num_buckets = apply_each(bucket_count, elements)
@@ -188,7 +188,8 @@ def _cost_partial_gradients(context: CallContext) -> Real:
 
 
 def _cost_parameter_gather(context: CallContext, elements: Ints, update: Real) -> Floats:
-    """Exposed seconds of the parameter all-gather, which gathers a group of buckets while the next one is updated.
+    """Exposed seconds of the parameter all-gather, which gathers a group of buckets while the next group is
+    updated.
 
     Nothing hides the all-gather of the last group.
     """
@@ -226,7 +227,7 @@ def cost_inference(context: CallContext) -> Mapping[str, Floats]:
 def cost_forward_pass(
     context: CallContext, chunks: Chunks, layer: DeviceHostTime, outside: OutsideLayers
 ) -> dict[str, Floats]:
-    """Cost the forward pass of all chunks through all stages, in seconds by term."""
+    """Predict the seconds by term of the forward pass of all chunks through all stages."""
     layer_communication = context.layer_communication(chunks.tokens)
     layers = _EqualLayers(
         counts=context.layers,
@@ -266,8 +267,8 @@ def _cost_pipeline(
 ) -> dict[str, Floats]:
     """Seconds of the busiest stage by term, and the bubble: its idle time while the pipeline fills and drains.
 
-    One chunk passes all stages; then the slowest stage sets the pace for all other chunks. The sum is the total
-    time.
+    The first chunk passes all stages. Then the slowest stage sets the pace for all other chunks. The sum of the
+    terms is the total time.
     """
     pp = context.strategies.pp
     own = outside.own(pp)

@@ -1,4 +1,5 @@
-"""Time model of a layer without a profile: tables of measured operators, and a roofline for the rest."""
+"""Time model of a layer without a profile. It uses tables of measured operators, and a roofline for all other
+times."""
 
 import math
 from collections.abc import Sequence
@@ -37,25 +38,27 @@ class Roofline:
 
     @cached_property
     def operators(self) -> Operators | None:
-        """Tables of measured operators; None for data types other than bfloat16, which was measured."""
+        """Tables of measured operators. None if the device has none, or if the data type is not bfloat16."""
         return find_operators(self.device) if self.dtype == TABULATED else None
 
     def matmul(self, rows: Real, outputs: Real, inputs: Real) -> Real:
-        """Time a matmul of [rows, inputs] and [inputs, outputs]."""
+        """Predict the seconds of a matmul of [rows, inputs] and [inputs, outputs]."""
         if self.operators is not None:
             return self.operators.product(rows, outputs, inputs)
         return self._estimate_matmul(rows, outputs, inputs)
 
     def matmul_backward(self, rows: Real, outputs: Real, inputs: Real, *, trained: bool) -> Real:
-        """Time the gradient of a matmul's input and, if `trained`, the gradient of its weights."""
+        """Predict the seconds of the gradient of a matmul's input and, if `trained`, the gradient of its
+        weights."""
         seconds = self.matmul(rows, inputs, outputs)
         return seconds + self.matmul(outputs, inputs, rows) if trained else seconds
 
     def _estimate_matmul(self, rows: Real, outputs: Real, inputs: Real) -> Real:
-        """Time a matmul as its arithmetic plus the memory traffic of its three matrices.
+        """Predict the seconds of a matmul as its arithmetic plus the memory traffic of its three matrices.
 
-        The times are added, because nothing overlaps the first and the last tiles. The sum, unlike the maximum,
-        reproduces that narrow matmuls are slow: with 1/8 of 4096 columns an A100 loses a fifth.
+        The times are added, because nothing overlaps the first and the last tiles. Unlike the maximum, the sum
+        reproduces that narrow matmuls are slow: with 512 instead of 4,096 columns, an A100 loses a fifth of its
+        speed.
         """
         arithmetic = 2 * rows * outputs * inputs
         moved = self.element_bytes * (rows * inputs + inputs * outputs + rows * outputs)
@@ -63,12 +66,12 @@ class Roofline:
         return arithmetic / peak + self.traffic(moved)
 
     def traffic(self, number_bytes: Real) -> Real:
-        """Time reads and writes of `number_bytes` of device memory."""
+        """Predict the seconds to read or write `number_bytes` of device memory."""
         return number_bytes / (self.device.memory_bytes_per_s * self.efficiency.memory)
 
     def _stream(self, number_bytes: Real, kernels: int) -> Real:
-        """Time `kernels` kernels that together read and write `number_bytes`; on a GPU a kernel has a minimum
-        time."""
+        """Predict the seconds of `kernels` kernels that together read and write `number_bytes`. On a GPU, a kernel
+        has a minimum time."""
         least = 0.0 if self.device.cpu else kernels * self.efficiency.least_kernel_s
         return np.maximum(least, self.traffic(number_bytes))
 
@@ -85,7 +88,8 @@ class Roofline:
         )
 
     def experts(self, rows: Real) -> Real:
-        """Time the products of a layer's experts forward, if each token chooses its experts at random.
+        """Predict the seconds of the products of a layer's experts forward, if each token chooses its experts at
+        random.
 
         Each token has a row for each of its experts. The weights of experts without a token are not read. On a GPU
         one kernel computes the products of all experts, so the tables of single products do not apply.
@@ -97,7 +101,8 @@ class Roofline:
         return visited * sum(self._estimate_matmul(each, *matrix) for matrix in self.sizes.expert_shapes)
 
     def adapters(self, rows: Real) -> Real:
-        """Time a layer's adapters forward: products with A and B, added to the matrix's own product.
+        """Predict the seconds of a layer's adapters forward: products with A and B, added to the matrix's own
+        product.
 
         DoRA also computes B times A, and the norms of the rows of the sum of this product and the matrix.
         """
@@ -113,10 +118,11 @@ class Roofline:
         return seconds
 
     def widen(self, matrices: Sequence[tuple[int, int]]) -> Real:
-        """Time widening quantised matrices, given as (rows, columns), to the type of the computation.
+        """Predict the seconds to widen quantised matrices, given as (rows, columns), to the type of the
+        computation.
 
-        Each number is read as one byte and written in the wide type. On a GPU a second kernel multiplies it by its
-        scale, which reads and writes it again.
+        Each number is read as one byte and written in the wide type. On a GPU a second kernel multiplies the number
+        by its scale, so it reads and writes the number again.
         """
         if self.sizes.shape.quantised is None:
             return 0.0
@@ -127,10 +133,11 @@ class Roofline:
         return seconds * (self.efficiency.cpu_fp8_widening if slow else 1)
 
     def layer_backward(self, tokens: Real, squares: Real) -> Real:
-        """Time a layer backward.
+        """Predict the seconds of a layer's backward pass.
 
-        Each matmul of the forward pass has two in the backward pass; a frozen matrix has one, and its adapters have
-        two. Attention takes 2.5 times its forward time (arXiv 2307.08691, section 3.1).
+        For each matmul of the forward pass, the backward pass has two: for the gradients of its input and of its
+        weights. A frozen matrix needs only the first of them. Its adapters need both. Attention takes 2.5 times its
+        forward time (arXiv 2307.08691, section 3.1).
         """
         trained = not self.sizes.frozen_matrices
         return (
@@ -143,7 +150,7 @@ class Roofline:
         )
 
     def accumulate_gradients(self, tokens: Real) -> Real:
-        """Time adding the gradients of a layer's matrices to the sums over earlier micro-batches."""
+        """Predict the seconds to add the gradients of a layer's matrices to the sums over earlier micro-batches."""
         e, sizes = self.efficiency, self.sizes
         apart = self.device.cpu and self.element_bytes < 4
         own = e.apart_gradient_bytes if apart else e.gradient_bytes + self._widened
@@ -155,7 +162,7 @@ class Roofline:
         return self.traffic(own * (elements + of_experts))
 
     def head(self, tokens: Real) -> Real:
-        """Time the log-probabilities, or the values, of all tokens."""
+        """Predict the seconds to compute the log-probabilities, or the values, of all tokens."""
         if self.sizes.head == "scalar":
             return self.traffic(tokens * self.sizes.shape.hidden_size * self.element_bytes)
         rows, e = self.sizes.padded_vocab, self.efficiency
@@ -163,11 +170,11 @@ class Roofline:
         return self.matmul(tokens, rows, self.sizes.shape.hidden_size) + self.traffic(each * tokens * rows)
 
     def likeliest(self, tokens: Real) -> Real:
-        """Time the selection of the likeliest tokens at all positions."""
+        """Predict the seconds to select the likeliest tokens at all positions."""
         return self.traffic(self.efficiency.likeliest_bytes * tokens * self.sizes.padded_vocab)
 
     def head_backward(self, tokens: Real) -> Real:
-        """Time the backward pass of log-probabilities, or values.
+        """Predict the seconds of the backward pass of log-probabilities, or of values.
 
         It computes the logits again if the forward pass did not keep them.
         """
@@ -187,15 +194,16 @@ class Roofline:
         return seconds + self.traffic(chunks * (e.gradient_bytes + self._widened) * math.prod(matrix))
 
     def decode(self, rows: Real, context: Real) -> Real:
-        """Time a layer of a decode step of `rows` sequences with `context` tokens each in the KV cache."""
+        """Predict the seconds of a layer in a decode step of `rows` sequences with `context` tokens each in the KV
+        cache."""
         products = sum(self.matmul(rows, *matrix) for matrix in self.sizes.matmul_shapes)
         products += self.experts(rows) + self.widen(self.sizes.widened_shapes)
         attention = self._decode_attention(rows, context)
         return products + attention + self._elementwise(rows) + self.adapters(rows)
 
     def _decode_attention(self, rows: Real, context: Real) -> Real:
-        """Seconds of attention in a decode step: without tables, the time to read the keys and values of all
-        rows."""
+        """Predict the seconds of attention in a decode step. Without operator tables, this is the time to read the
+        keys and values of all rows."""
         sizes = self.sizes
         if self.operators is not None:
             head = sizes.shape.head_dim
@@ -209,12 +217,12 @@ class Roofline:
         return self.traffic(2 * keys * sizes.cache_dim * self.element_bytes)
 
     def qkv(self, tokens: Real) -> Real:
-        """Time the product that gives a layer's queries, keys and values."""
+        """Predict the seconds of the product that computes a layer's queries, keys and values."""
         matrix = self.sizes.matmul_shapes[0]
         return self.matmul(tokens, *matrix) + self.widen([matrix])
 
     def sample(self, rows: Real, sampling: Sampling) -> Real:
-        """Time logits and sampling of the next token of `rows` sequences."""
+        """Predict the seconds to compute logits and sample the next token of `rows` sequences."""
         logits = self.matmul(rows, self.sizes.padded_vocab, self.sizes.shape.hidden_size)
         e = self.efficiency
         each = (
@@ -241,7 +249,7 @@ class Roofline:
         """Seconds of causal attention.
 
         A sequence of s tokens takes 2 * s² * query dimension FLOPs: half of 2 * s² for the scores, and half of 2 *
-        s² for their product with the values, since masked halves are skipped. Sliding windows need fewer.
+        s² for their product with the values, since masked halves are skipped. Sliding windows need fewer FLOPs.
         """
         if self.operators is not None:
             return self._tabulated_attention(self.operators, tokens, squares)
@@ -316,7 +324,8 @@ class Roofline:
 
     @property
     def _own_hidden(self) -> float:
-        """Mean numbers of a token's hidden state on a rank; sequence parallelism divides tokens among TP ranks."""
+        """Mean number of hidden-state elements per token on a rank. Sequence parallelism divides tokens among TP
+        ranks."""
         return self.sizes.shape.hidden_size / (self.sizes.tp if self.sequence_parallel else 1)
 
     @property

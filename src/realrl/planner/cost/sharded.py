@@ -1,4 +1,5 @@
-"""Time of gathering parameters and reducing gradients section by section, under ZeRO-2 and ZeRO-3."""
+"""Time of gathering parameters and reducing gradients section by section, under ZeRO-2 and ZeRO-3. A section is the
+embedding, a layer or the head."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,7 +60,8 @@ class ShardedTraffic:
         return np.where(layers > 0, waits, head) + embedding
 
     def spread(self, layers: Ints) -> Floats:
-        """Compute the seconds of all-gathering updated parameters under ZeRO-2; every rank keeps them all.
+        """Compute the seconds to all-gather updated parameters under ZeRO-2, which keeps all parameters on every
+        rank.
 
         Training updates `layers` layers of each stage. Under ZeRO-3 ranks keep only their own rows, so the time is
         0.

@@ -1,4 +1,5 @@
-"""Time of the parts of a call on one rank: interpolated from a profile if it has them, or from the roofline."""
+"""Time of the parts of a call on one rank. If a profile has measured a part, its time is interpolated. Otherwise
+the roofline predicts it."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,7 +22,7 @@ from realrl.program.arrays import Floats, Ints, Real
 
 @dataclass(frozen=True)
 class DeviceHostTime:
-    """Seconds of device work, and seconds of the host to launch this work."""
+    """Seconds of work on the device, and seconds that the host takes to launch this work."""
 
     device: Real
     host: Real = 0.0
@@ -61,7 +62,8 @@ class Timing:
     sequence_parallel: bool = False
     profile: Profile | None = None
     exact: bool = False
-    """Whether forward passes are exact. Profiles measure inexact ones, so a constant factor is applied."""
+    """Whether forward passes are exact (`exact` of a recipe). Profiles measure ordinary passes, so a constant
+    factor is applied."""
 
     @property
     def element_bytes(self) -> int:
@@ -79,11 +81,11 @@ class Timing:
         )
 
     def embed(self, size: BatchSize) -> Real:
-        """Time packing and embedding before the first layer; 0 in the roofline."""
+        """Predict the seconds of packing and embedding before the first layer. The roofline counts 0."""
         return _or_nothing(self._measured_of("embed", size))
 
     def embed_backward(self, size: BatchSize) -> Real:
-        """Time the gradient of the embedding table; 0 in the roofline."""
+        """Predict the seconds to compute the gradient of the embedding table. The roofline counts 0."""
         return _or_nothing(self._measured_of("embed_backward", size))
 
     def forward(self, size: BatchSize) -> DeviceHostTime:
@@ -94,7 +96,7 @@ class Timing:
         return self._device_host_time(layer, self.efficiency.forward_operations + self._optional_operations)
 
     def backward(self, size: BatchSize) -> DeviceHostTime:
-        """Time a layer backward without recomputation, gradient accumulation included."""
+        """Predict the time of a layer's backward pass without recomputation, gradient accumulation included."""
         measured = self._measured_of("backward", size)
         if measured is not None:
             return DeviceHostTime(
@@ -124,7 +126,7 @@ class Timing:
         return self._exact * (self.roofline.head(size.tokens) if measured is None else measured)
 
     def likeliest(self, size: BatchSize) -> Real:
-        """Time the selection of the likeliest tokens after the head; profiles do not measure it."""
+        """Predict the seconds to select the likeliest tokens after the head. Profiles do not measure this."""
         return self.roofline.likeliest(size.tokens)
 
     def head_backward(self, size: BatchSize) -> Real:
@@ -132,14 +134,16 @@ class Timing:
         return self.roofline.head_backward(size.tokens) if measured is None else measured
 
     def prefill(self, size: BatchSize) -> DeviceHostTime:
-        """Time a layer forward that fills the KV cache; the roofline ignores writing the cache."""
+        """Predict the time of a layer's forward pass that fills the KV cache. The roofline ignores the writes to
+        the cache."""
         measured = self._measured_of("prefill", size)
         if measured is None:
             return self.forward(size)
         return DeviceHostTime(self._exact * (measured + self._unmeasured(size.tokens)))
 
     def start(self, size: BatchSize) -> Real:
-        """Time a prefill pass outside its full layers: the embedding, and the last layer's keys and values.
+        """Predict the seconds of a prefill pass outside its full layers: the embedding, and the last layer's keys
+        and values.
 
         The roofline counts only the last layer's projection to queries, keys and values.
         """
@@ -149,7 +153,7 @@ class Timing:
         return self._exact * self.roofline.qkv(size.tokens)
 
     def decode(self, rows: Real, context: Real) -> DeviceHostTime:
-        """Time a layer of a decode step of `rows` sequences."""
+        """Predict the time of a layer in a decode step of `rows` sequences."""
         measured = self._measured("decode", rows, context)
         if measured is not None:
             return DeviceHostTime(self._exact * (measured + self._unmeasured(rows)))
@@ -161,10 +165,11 @@ class Timing:
         return self.efficiency.decode_operations + self._optional_operations
 
     def look(self, rows: Real) -> Real:
-        """Time that a GPU waits in a decode step, on average, while the host looks at the tokens of `rows`.
+        """Predict the mean seconds per decode step that a GPU waits while the host looks at the new tokens of
+        `rows` sequences.
 
-        The host looks once in several steps. It is 0 if the decode steps were measured, because a measurement
-        includes it.
+        The host looks once in several steps. The result is 0 if decode steps were measured, because the measurement
+        includes this wait.
         """
         if self.device.cpu or self._measured("decode_overhead", rows) is not None:
             return 0.0
@@ -179,14 +184,13 @@ class Timing:
         return self.efficiency.decode_graphs and runs_ahead
 
     def decode_step_overhead(self, rows: Real) -> Real:
-        """Time the work of a decode step on every stage outside its layers; 0 in the roofline."""
+        """Predict the seconds of a decode step on every stage outside its layers. The roofline counts 0."""
         return _or_nothing(self._measured("decode_overhead", rows))
 
     def sample(self, rows: Real, sampling: Sampling) -> DeviceHostTime:
-        """Time head and sampling of one decode step.
+        """Predict the time of the head and of sampling in one decode step.
 
-        A measured time is that of the sampling settings that were profiled; `sampling` matters only to the
-        roofline.
+        A measured time holds for the sampling settings of the profile. Only the roofline depends on `sampling`.
         """
         measured = self._measured("sample", rows)
         if measured is not None:
@@ -195,13 +199,15 @@ class Timing:
         return self._launched(self._exact * self.roofline.sample(rows, sampling), operations)
 
     def prepare_experience(self, sequences: Real, answer: Real) -> Real:
-        """Time computing the experience of a train call before its first mini-batch; 0 in the roofline."""
+        """Predict the seconds to compute the experience of a train call (such as advantages) before its first
+        mini-batch. The roofline counts 0."""
         return _or_nothing(self._measured("prepare", sequences, answer))
 
     def update(self, elements: Real, dp: Ints) -> Real:
-        """Time one optimizer step on a rank that stores `elements` trained parameters and updates 1 / `dp` of them.
+        """Predict the seconds of one optimizer step on a rank that stores `elements` trained parameters and updates
+        1 / `dp` of them.
 
-        A profile measures the update alone. Gradients of all `elements` are zeroed in float32.
+        A profile measures the update alone, without zeroing the float32 gradients of all `elements`.
         """
         measured = self._measured("optimizer", elements / dp)
         clear = self._moved("clear", 4 * elements, self.efficiency.clear_bytes * elements)
@@ -211,7 +217,7 @@ class Timing:
         return measured + clear + np.where(dp == 1, self._moved("copy", 4 * elements, 8 * elements), 0.0)
 
     def allocate(self, number_bytes: Real) -> Real:
-        """Time an allocation of memory from the system, zeroing included."""
+        """Predict the seconds to allocate memory from the system, zeroing included."""
         return self._moved("allocate", number_bytes, number_bytes)
 
     @property
@@ -226,7 +232,7 @@ class Timing:
     @property
     def _optional_operations(self) -> int:
         """Kernels of a forward pass that only some models have: adapters, widening, head norms and experts."""
-        # An adapter has a product with A and its scaling, and per block a product with B and a sum. Widening a
+        # An adapter needs a product with A and a scaling, and for each block a product with B and a sum. Widening a
         # matrix takes a cast and a product with scales.
         operations = sum(2 + 2 * len(adapter.blocks) + 8 * adapter.dora for adapter in self.sizes.adapters)
         operations += 2 * len(self.sizes.widened_shapes)
@@ -275,14 +281,15 @@ class Timing:
         return DeviceHostTime(device + host) if self.device.cpu else DeviceHostTime(device, host)
 
     def _moved(self, kind: CollectiveKind, number_bytes: Real, traffic: Real) -> Real:
-        """Seconds of a `kind` of copy of `number_bytes`; if it was not measured, of `traffic` bytes of memory
-        access."""
+        """Predict the seconds of a copy of `number_bytes`. If the profile has not measured this `kind`, predict the
+        seconds of `traffic` bytes of memory traffic."""
         measured = self.profile.collective(kind, 1, 1, number_bytes) if self.profile else None
         return self.roofline.traffic(traffic) if measured is None else measured * self._slower
 
     @cached_property
     def _slower(self) -> float:
-        """Expected seconds with this device's number of threads, relative to the number that was profiled."""
+        """Expected time with this device's number of threads, relative to the time with the profile's number of
+        threads."""
         then = None if self.profile is None else self.profile.threads
         if then is None or not self.device.cpu:
             return 1.0

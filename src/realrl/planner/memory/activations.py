@@ -1,8 +1,8 @@
 """Activation memory of calls on one rank: layers, logits, KV cache, packed weights, pipeline messages.
 
-The formulas count the tensors that the engine holds at the moment of its peak. They ignore a few numbers per token
-(tokens, positions, log-probabilities and the inputs of a loss), and memory that libraries and kernels allocate
-outside torch.
+The formulas count the tensors that the engine holds at the moment of its peak. They ignore a few numbers per token:
+token ids, positions, log-probabilities and the inputs of a loss. They also ignore memory that libraries and kernels
+allocate outside torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ from realrl.program.arrays import Bools, Ints, Real, tabulate_stages, truncate
 
 
 def kv_cache_bytes(sizes: LocalSizes, *, tokens: Real, layers: Real, element_bytes: int) -> Ints:
-    """Compute the bytes of keys and values of `tokens` in `layers` on one TP rank."""
+    """Compute the bytes of the keys and values of `tokens` tokens in `layers` layers on one TP rank."""
     return truncate(2 * layers * tokens * sizes.cache_dim * element_bytes)
 
 
@@ -40,7 +40,7 @@ Parts = Mapping[str, Ints]
 
 @dataclass(frozen=True, kw_only=True)
 class Activations:
-    """Activation memory of a model under each of some strategies, in bytes per rank.
+    """Activation memory of a model under several strategies, in bytes per rank.
 
     `lengths` is a sample of sequence lengths for each strategy. In methods, `tokens` counts the tokens of each
     strategy's largest micro-batch, and `chunks` counts its micro-batches. `layers` counts the layers of each stage,
@@ -98,7 +98,7 @@ class Activations:
         sampled = _only(last, {"logits": self.logits.sampled(rows)})
         if self.decode_graphs:
             held["graphs"] = total(_peak(decoded, sampled))
-        # The rank has already posted the receives of the other decode batches.
+        # The rank has already allocated buffers to receive the other decode batches.
         expected = (batches - 1) * self._expected(tokens, stage, batches - 1)
         prefill = {"activations": self._forward(tokens, stage, batches) + expected}
         # A prefill ends with the keys and values of the last layer. If the last stage has only this layer, it
@@ -115,8 +115,8 @@ class Activations:
     ) -> Parts:
         """Compute the peak of a train call: in the backward pass of the logits, of a layer, or of the embedding.
 
-        `layers` counts the layers of the stage that have a backward pass. The `frozen_layers` before them have
-        none, and keep nothing.
+        `layers` counts the layers of a stage that have a backward pass. `frozen_layers` counts the layers before
+        them, which keep no activations.
         """
         layer, last = self.layer, self._last
         trains_embedding = any(self.sizes.trained.embedding)
@@ -126,7 +126,7 @@ class Activations:
         back = trains_embedding | (updated.cumsum(axis=0) > updated)
         sent = self._sent(tokens, chunks * (((stage > 0) & back).astype(int) + (stage < last)))
         sent = sent + self._expected(tokens, stage, chunks - flying)
-        # The posted receive of the next gradient.
+        # The buffer in which the stage receives the next gradient.
         sent = sent + np.where((stage < last) & (chunks > 1), layer.bytes(tokens, layer.stream), 0)
         each = self.kept(tokens, layers)
         inside = layer.backward_bytes(tokens)
@@ -175,8 +175,8 @@ class Activations:
         return choose(alone, without, _peak(*moments))
 
     def kept(self, tokens: Real, layers: Ints) -> Ints:
-        """Compute the bytes that one micro-batch keeps for backward; with recomputation, only each layer's
-        input."""
+        """Compute the bytes that one micro-batch keeps for its backward pass. With recomputation, it keeps only
+        each layer's input."""
         each = np.where(self.strategies.recompute, self.layer.stream, self.layer.kept)
         return self.layer.bytes(tokens, layers * each) + np.where(layers > 0, self._shared(tokens), 0)
 
@@ -207,10 +207,11 @@ class Activations:
         return Logits(self.sizes, self.element_bytes, self.cpu, self.candidates)
 
     def _forward(self, tokens: Real, stage: Ints, chunks: Ints) -> Ints:
-        """Bytes in a stage's layers without gradients, after the stage has sent on all chunks except one.
+        """Peak bytes of a stage in its last chunk without gradients, while the messages of all other chunks may
+        still be in flight.
 
-        The widened copy of a quantised matrix is added to the peak of activations, an upper bound: the two peaks
-        may be at different moments.
+        The widened copy of a quantised matrix is added to the peak of activations. The sum is an upper bound,
+        because the two peaks may be at different moments.
         """
         sent = self._sent(tokens, np.where(stage == self._last, 0, chunks - 1))
         received = np.where(stage > 0, self.layer.stream, 0)
@@ -218,7 +219,7 @@ class Activations:
         return sent + self.layer.forward_bytes(tokens, received) + self._shared(tokens) + widened
 
     def _expected(self, tokens: Real, stage: Ints, later: Ints) -> Ints:
-        """Bytes of the posted receive from the previous stage, if there is a later micro-batch."""
+        """Bytes of the buffer in which a stage receives its next micro-batch, if `later` micro-batches remain."""
         return np.where((stage > 0) & (later > 0), self.layer.bytes(tokens, self.layer.stream), 0)
 
     def _shared(self, tokens: Real) -> Ints:
@@ -255,5 +256,5 @@ def choose(where: Bools, parts: Parts, others: Parts) -> Parts:
 
 
 def _only(where: Bools, parts: Parts) -> Parts:
-    """Parts of a moment that only some stages and strategies have; 0 for all others."""
+    """Keep parts for the stages and strategies where `where` is true, and set them to 0 for all others."""
     return {name: np.where(where, size, 0) for name, size in parts.items()}

@@ -1,4 +1,5 @@
-"""Memory of whole sections under ZeRO-2 and ZeRO-3: gathered parameters, and gradients before they are reduced."""
+"""Memory of whole sections under ZeRO-2 and ZeRO-3: gathered parameters, and gradients before they are reduced. A
+section is the embedding, a layer, or the final norm with the head."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,16 +17,16 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True, kw_only=True)
 class SectionBytes:
-    """Bytes of a section on the TP rank with the most, under each of some strategies."""
+    """Bytes of a section on the TP rank with the most bytes, under several strategies, [strategies]."""
 
     parameters: Ints
-    """Gathered parameters under ZeRO-3; 0 under ZeRO-2, in which every rank keeps all parameters anyway."""
+    """Gathered parameters under ZeRO-3. 0 under ZeRO-2, in which every rank keeps all parameters anyway."""
     gradients: Ints
     """Float32 gradients of all rows, before the reduce-scatter."""
     sums: Ints
     """Float32 gradients of a rank's own rows, after the reduce-scatter."""
     tensors: int
-    """Number of parameters in the section; each has a collective of its own."""
+    """Number of parameter tensors in the section. Each has its own collective."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class GatheredMemory:
         return self.embedding_section.parameters + self.layer_section.parameters
 
     def layer(self, *, last_stage: Bools, layers: Ints) -> Ints:
-        """Compute the most bytes while layers of a stage are computed forward."""
+        """Compute the peak bytes while the layers of a stage are computed forward."""
         layer = self.layer_section.parameters
         next_layer = np.where(layers > 1, layer, 0)
         return layer + np.maximum(next_layer, np.where(last_stage, self.head_section.parameters, 0))
@@ -54,18 +55,19 @@ class GatheredMemory:
         return self.head_section.parameters
 
     def head_backward(self) -> Ints:
-        """Compute the bytes while the head is computed backward: parameters of the last layer arrive."""
+        """Compute the bytes during the head's backward pass, while the parameters of the last layer arrive."""
         head = self.head_section
         return head.parameters + head.gradients + self.layer_section.parameters
 
     def first_layer_backward(self, *, last_stage: Bools, layers: Ints) -> Ints:
-        """Compute the bytes in the backward pass of a stage's last layer, while all activations are there."""
+        """Compute the bytes in the backward pass of a stage's last layer, while all activations are still held."""
         layer = self.layer_section
         arriving = np.where(layers > 1, layer.parameters, 0)
         return layer.parameters + arriving + layer.gradients + self._leaving_head(last_stage)
 
     def later_layer_backward(self, *, last_stage: Bools, layers: Ints) -> Ints:
-        """Compute the bytes while two reductions overlap: of a layer's gradients, and of the section's before."""
+        """Compute the bytes while the reductions of two sections overlap: a layer, and the section computed before
+        it."""
         layer, several = self.layer_section, layers > 1
         arriving = np.where(several, layer.parameters, 0)
         leaving = np.where(several, layer.gradients + layer.sums, 0)
@@ -73,7 +75,7 @@ class GatheredMemory:
         return layer.parameters + arriving + layer.gradients + layer.sums + leaving
 
     def embedding_backward(self) -> Ints:
-        """Compute the bytes while gradients of the embedding are reduced; its backward pass reads no parameters."""
+        """Compute the bytes while gradients of the embedding are reduced. Its backward pass reads no parameters."""
         embedding, layer = self.embedding_section, self.layer_section
         return embedding.gradients + embedding.sums + layer.gradients + layer.sums
 
@@ -101,7 +103,7 @@ class GatheredMemory:
 
     @cached_property
     def head_section(self) -> SectionBytes:
-        """Final norm and head; with tied embeddings, the embedding table is part of this section, too."""
+        """Final norm and head. With tied embeddings, this section also includes the embedding table."""
         end, embedding = self._section("end"), self.embedding_section
         if not self.sizes.trained.tied:
             return end
@@ -128,9 +130,10 @@ class GatheredMemory:
         )
 
     def _counter(self, name: str, width: Callable[[str], int]) -> Callable[[int], int]:
-        """Make a function that counts the bytes of one rank's rows of a section, given the number of ranks.
+        """Make a function that counts the bytes of one rank's rows of a section, given the number of data-parallel
+        ranks.
 
-        `width` gives the bytes per element of a parameter set. The section "layer" is the larger one of the first
+        `width` returns the bytes per element of a parameter set. The section "layer" is the larger one of the first
         and the last layer, because their parameters may be in different sets.
         """
 
