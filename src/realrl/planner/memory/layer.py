@@ -30,8 +30,8 @@ def added_bytes(elements: int, element_bytes: int) -> int:
 class LayerMemory:
     """Activation sizes of a layer.
 
-    `lengths` is a sample of sequence lengths for each strategy. They matter only if attention pads sequences: on a
-    GPU, in float32 or in layers with a cap or sinks.
+    `lengths` is a sample of sequence lengths for each strategy. The lengths matter only if attention pads
+    sequences. This happens on a GPU, in float32 or in layers with a cap or sinks.
     """
 
     sizes: LocalSizes
@@ -50,7 +50,8 @@ class LayerMemory:
         return self.hidden / (self.sizes.tp if self.strategies.sequence_parallel else 1)
 
     def rotation_bytes(self, tokens: Real) -> Ints:
-        """Compute the bytes of the rotary tables, which all layers share: float32 cosines and sines of pairs."""
+        """Compute the bytes of the rotary tables, which all layers share. They hold a float32 cosine and sine per
+        pair of elements."""
         return truncate(tokens * 4 * self.sizes.shape.head_dim)
 
     def index_bytes(self, tokens: Real) -> Ints:
@@ -65,14 +66,14 @@ class LayerMemory:
         """Peak elements per token without gradients: in attention or in the feed-forward block.
 
         Attention holds the residual stream, queries, keys and values, and its output. On a CPU it also holds a
-        log-sum-exp per head and, if the model's type is narrower, float32 copies of its inputs and its output. If
-        it pads, it also holds padded queries, keys and values, a copy of keys and values for every query head, and
-        three padded outputs.
+        log-sum-exp per head. If the model's type is narrower than float32, it holds float32 copies of its inputs
+        and its output, too. If attention pads, it also holds padded queries, keys and values, a copy of keys and
+        values for every query head, and three padded outputs.
 
         The feed-forward block holds the stream before and after attention. It also holds the largest of these
-        pairs: its input with gate and up, gate and up with their product, the product with the output.
-        `_computed_experts` counts a mixture. Norms of heads hold the stream, queries, keys and values, and two
-        copies of the normalised heads: before and after they are concatenated.
+        three: its input with gate and up, gate and up with their product, or the product with the output.
+        `_computed_experts` counts a mixture of experts. Norms of heads hold the stream, queries, keys and values,
+        and two copies of the normalised heads: one before and one after concatenation.
         """
         s = self.stream
         inner, gate_up = self.sizes.ffn_dim, self.sizes.gate_up_dim
@@ -100,12 +101,12 @@ class LayerMemory:
     def kept(self) -> Real:
         """Elements per token saved for the backward pass.
 
-        These are the inputs and outputs of the two norms, and their scales in float32; queries, keys and values as
-        attention reads them, and its output; gate, up and their product. Attention also saves a log-sum-exp per
-        head in float32. If it pads, it saves padded copies of its inputs and outputs, with keys and values for
-        every query head. Norms of heads save their inputs, and a float32 scale per head.
+        The norms save their inputs, outputs and float32 scales. Attention saves the queries, keys and values that
+        it reads, its output, and a float32 log-sum-exp per head. The feed-forward block saves gate, up and their
+        product. If attention pads, it saves padded copies of its inputs and outputs, with keys and values for every
+        query head. Norms of heads save their inputs, and a float32 scale per head.
         """
-        # Four norms per layer keep their input if norms are also after each block. LayerNorm keeps a mean, too.
+        # If a layer also has norms after each block, four norms keep their input. LayerNorm also keeps a mean.
         options = self.sizes.options
         number, scales = 4 if options.norm_place == "around" else 2, 2 if options.norm == "layer" else 1
         norms = 2 * self.hidden + number * (self.stream + scales * self._float32)
@@ -142,11 +143,12 @@ class LayerMemory:
 
     @property
     def _computed_experts(self) -> float:
-        """Peak elements per token of a mixture without gradients, in addition to its input.
+        """Peak elements per token of a mixture of experts without gradients, in addition to its input.
 
-        A token has one row for each of its k experts. The peak is the largest of three moments: copies of the input
-        with gate and up; gate and up with their product; and the experts' outputs, in two orders, with their sum.
-        All other moments need less. On a CPU, gate and up of one expert exist twice before they join the others'.
+        A token has one row for each of its k experts. The peak is the largest of three moments. The first holds
+        copies of the input with gate and up, and the second holds gate and up with their product. The third holds
+        the experts' outputs, in two orders, with their sum. On a CPU, gate and up of one expert exist twice at the
+        first moment.
         """
         inner, gate_up = self.sizes.ffn_dim, self.sizes.gate_up_dim
         k = self.sizes.copies
@@ -160,15 +162,14 @@ class LayerMemory:
 
     @property
     def _probabilities(self) -> float:
-        """Elements per token for the float32 probabilities of all experts; sigmoids need float64 numbers as
-        well."""
+        """Elements per token for the float32 probabilities of all experts. Sigmoids also need float64 numbers."""
         mixture = self.sizes.shape.mixture
         sigmoid = mixture is not None and mixture.scores == "sigmoid"
         return self.sizes.experts * self._float32 * (3 if sigmoid else 1)
 
     @property
     def _choices(self) -> float:
-        """Elements per token for the choice of its experts.
+        """Elements per token that record its chosen experts.
 
         Each chosen expert takes four int64 (its number, place, order and token) and two float32 weights.
         """
@@ -176,7 +177,7 @@ class LayerMemory:
 
     @property
     def _kept_adapters(self) -> int:
-        """Elements per token between A and B of all adapters, and DoRA's products before scaling."""
+        """Elements per token that adapters keep: the values between A and B, and DoRA's products before scaling."""
         return sum(adapter.inner + adapter.rows * adapter.dora for adapter in self.sizes.adapters)
 
     def _added(self, outputs: int) -> int:
@@ -194,7 +195,8 @@ class LayerMemory:
         return self.stream + self.hidden + self._qkv
 
     def backward_bytes(self, tokens: Real) -> Ints:
-        """Compute the peak bytes of gradients in backward, minus the saved tensors that are freed by then."""
+        """Compute the peak bytes of gradients in a layer's backward pass, minus the saved tensors that have been
+        freed by then."""
         s = self.stream
         hidden = self.hidden
         inner, gate_up = self.sizes.ffn_dim, self.sizes.gate_up_dim
@@ -204,7 +206,7 @@ class LayerMemory:
         between = 2 * inner if apart else 0
         frozen = self.sizes.frozen_matrices
         gathered = hidden if self.strategies.sequence_parallel else 0
-        # oneDNN copies an operand of the matmul for the weight gradient. Adapters give a second gradient of the
+        # oneDNN copies an operand of the matmul for the weight gradient. Adapters add a second gradient of the
         # input.
         copied = hidden if self.cpu or frozen else 0
 
@@ -228,8 +230,9 @@ class LayerMemory:
         queries = self.sizes.q_dim
         attention: Real
         if self._pads:
-            # The padded gradients of outputs, queries, and keys and values for every query head, and the product of
-            # outputs with their gradients. In bfloat16, some of these gradients are float32 at first.
+            # These tensors are padded: the gradients of outputs and queries, the gradients of keys and values for
+            # every query head, and the product of outputs with their gradients. In bfloat16, some of these
+            # gradients are float32 at first.
             widened = self._widened(3 * queries) if self.sizes.options.scores_in_memory else 0
             attention = self._padded_rows * (5 * queries + widened) - queries
         else:
@@ -242,7 +245,8 @@ class LayerMemory:
         return reduce(np.maximum, moments)
 
     def _expert_moments(self, tokens: Real) -> list[Ints]:
-        """Compute the bytes at moments of a mixture's backward pass, minus saved tensors that are freed by then.
+        """Compute the bytes at several moments of a mixture's backward pass, minus the saved tensors that have been
+        freed by then.
 
         The backward pass gathers the rows of each expert again, for the gradients of its matrices.
         """
@@ -277,23 +281,24 @@ class LayerMemory:
         ]
 
     def _added_bytes(self, elements: int) -> int:
-        """Compute the temporary bytes of a matrix's gradient (`added_bytes`); on a GPU it needs none.
+        """Compute the temporary bytes of a matrix's gradient (`added_bytes`). On a GPU there are none.
 
-        If matrices are frozen, only their adapters have gradients, which are small enough to ignore.
+        If matrices are frozen, only adapters have gradients, which are small enough to ignore.
         """
         added = self.cpu and not self.sizes.frozen_matrices
         return added_bytes(elements, self.element_bytes) if added else 0
 
     def forward_bytes(self, tokens: Real, held: Real = 0.0) -> Ints:
-        """Compute the peak bytes without gradients, and of `held` further elements per token."""
+        """Compute the peak bytes of a pass without gradients, including `held` further elements per token."""
         return self.bytes(tokens, held + self.computed) + self.score_bytes(tokens, backward=False)
 
     def score_bytes(self, tokens: Real, *, backward: bool) -> Ints:
-        """Compute the bytes of attention scores, if they are computed in memory, for some queries at a time.
+        """Compute the bytes of attention scores if attention stores them in memory. It stores them for a part of
+        the queries at a time.
 
         The forward pass holds float32 weights. The backward pass holds float32 weights, their gradient, the product
-        of both and, if there is a cap, the slope of the cap. Both also hold a cast to the model's type if it is
-        narrower.
+        of both and, if there is a cap, the slope of the cap. Both passes also hold a cast to the model's type if
+        this type is narrower.
         """
         options, float32 = self.sizes.options, self.element_bytes == 4
         if self.cpu or not (options.scores_in_memory or (float32 and self.sizes.shape.windowed_layers)):
@@ -310,7 +315,7 @@ class LayerMemory:
 
     @cached_property
     def _padded_rows(self) -> Floats:
-        """Tokens including the padding of attention, per token without it."""
+        """Ratio of the tokens after attention's padding to the tokens before it."""
         return np.array([_count_padded(lengths) for lengths in self.lengths])
 
     @property
@@ -319,7 +324,8 @@ class LayerMemory:
         return not self.cpu and (self.element_bytes == 4 or self.sizes.options.scores_in_memory)
 
     def _widened(self, numbers: Real) -> Real:
-        """Elements for float32 copies of `numbers` elements; 0 if these are float32 already."""
+        """Elements, in the model's type, that float32 copies of `numbers` elements need. 0 if the model's type is
+        float32."""
         return numbers * self._float32 if self.element_bytes < 4 else 0
 
     @property
@@ -328,12 +334,12 @@ class LayerMemory:
 
     @property
     def _qkv(self) -> int:
-        """Queries, keys and values as they are computed."""
+        """Elements per token of queries, keys and values before heads are copied."""
         return self.sizes.q_dim + 2 * self.sizes.kv_dim
 
     @property
     def _read(self) -> int:
-        """Elements of queries, keys and values as attention reads them.
+        """Elements per token of the queries, keys and values that attention reads.
 
         If query heads do not divide evenly among key heads, every query head has its own copy of keys and values.
         """
@@ -346,5 +352,5 @@ class LayerMemory:
 
 @lru_cache(maxsize=4096)
 def _count_padded(lengths: tuple[int, ...]) -> float:
-    """Tokens of a batch including the padding of attention, per token without it."""
+    """Compute the ratio of a batch's tokens after attention's padding to its tokens before it."""
     return sum(bucket.tokens for bucket in bucket_lengths(lengths)) / sum(lengths)

@@ -14,18 +14,20 @@ _SAMPLED_BYTES = 12
 
 A GPU needs 4 bytes more, for probabilities that top-p restricts or that are padded to whole blocks."""
 _FOUND_BYTES = 12
-"""Bytes per likeliest token: its id in int64, and its log-probability in float32."""
+"""Bytes per selected likeliest token: its id in int64, and its log-probability in float32."""
 _GIVEN_BYTES = 16
-"""Bytes per given token: int64 ids at all tokens, and again at predicted tokens beside each token's own id."""
+"""Bytes per given candidate token. They hold two int64 ids: one at its own position, and one next to the id of the
+predicted token."""
 _DIVERGENCE_BYTES = 32
-"""Bytes per given token to compute a Jensen-Shannon divergence without gradient: eight float32 numbers."""
+"""Bytes per given candidate token to compute a Jensen-Shannon divergence without gradient: eight float32
+numbers."""
 _LOSS_BYTES = 60
-"""Bytes per given token to compute this divergence with a gradient: fifteen float32 numbers."""
+"""Bytes per given candidate token to compute this divergence with a gradient: fifteen float32 numbers."""
 
 
 @dataclass(frozen=True)
 class Logits:
-    """Memory of the output head, in bytes; `tokens` counts the tokens of a micro-batch."""
+    """Memory of the output head, in bytes. In methods, `tokens` is the number of tokens of a micro-batch."""
 
     sizes: LocalSizes
     element_bytes: int
@@ -41,7 +43,7 @@ class Logits:
     def scored(self, tokens: Real) -> Ints:
         """Compute the bytes of one logit chunk in inference.
 
-        A scalar head holds hidden states that are cast to float32.
+        A scalar head instead holds hidden states that are cast to float32.
         """
         if self._scalar:
             return truncate(self._float32 * tokens * self.sizes.shape.hidden_size)
@@ -58,16 +60,18 @@ class Logits:
             return truncate(
                 _FOUND_BYTES * numbers + np.maximum(chunk + selection * in_chunk, _FOUND_BYTES * numbers)
             )
-        # Per candidate of a chunk: a mask of the ids on this rank, local ids, and log-probabilities twice.
+        # Each candidate of a chunk has a mask of the ids on this rank (1 byte), a local id (8), and two
+        # log-probabilities (8).
         computed = 4 * numbers + np.maximum(chunk + 17 * in_chunk, _DIVERGENCE_BYTES * numbers - 8 * numbers)
         return truncate(computed + _GIVEN_BYTES * numbers)
 
     def backward(self, tokens: Real) -> Ints:
         """Compute the bytes of one logit chunk in the backward pass.
 
-        A small micro-batch keeps its logits. The peak is at one of two moments. At the first, log-probabilities
-        turn into the gradient of the logits. At the second, this gradient is there with the gradient of the hidden
-        states, or with the head's gradient before it is added to the sum. A frozen head has no gradient.
+        A small micro-batch keeps its logits. The peak is at one of two moments. At the first moment,
+        log-probabilities turn into the gradient of the logits. At the second moment, this gradient is held together
+        with the gradient of the hidden states, or with the head's gradient before it is added to the sum. A frozen
+        head has no gradient.
         """
         if self._scalar:
             return truncate(2 * self._float32 * tokens * self.sizes.shape.hidden_size)
@@ -78,7 +82,7 @@ class Logits:
         if self.cpu:
             computed = np.where(chunk == logits, 4 + self._narrow, self._log_softmax)
             if self.sizes.options.logit_cap is not None:
-                # The slope of the cap, and logits; under TP also the exponentials of the logits.
+                # The slope of the cap, the logits and, under TP, the exponentials of the logits.
                 computed = np.maximum(computed, 4 + (8 if self.sizes.tp > 1 else 4))
             hidden = self.sizes.shape.hidden_size
             product = self.element_bytes * hidden * chunk / self.sizes.padded_vocab
@@ -92,15 +96,16 @@ class Logits:
         if self.candidates is None:
             return truncate(kept + inside)
         numbers = self.candidates.count * tokens
-        # There are two gradients of log-probabilities: before and after dividing by the temperature.
+        # Gradients of log-probabilities are held twice: before and after the division by the temperature.
         inside = np.maximum(inside + 2 * 4 * numbers, _LOSS_BYTES * numbers)
         return truncate(kept + inside + _GIVEN_BYTES * numbers)
 
     @property
     def _log_softmax(self) -> int:
-        """Bytes per logit: the matmul's output and its float32 cast, or under TP this cast and its exponential.
+        """Bytes per logit. They hold the matmul's output and its float32 cast or, under TP, this cast and its
+        exponential.
 
-        A GPU writes the product in float32. It computes only sums of the softmax, unless it selects tokens.
+        A GPU writes the matmul's output in float32. It computes only sums of the softmax, unless it selects tokens.
         """
         selects = self.candidates is not None and self.candidates.ids is None
         exponential = 8 if self.sizes.tp > 1 and (self.cpu or selects) else 0
@@ -108,12 +113,12 @@ class Logits:
 
     @property
     def _narrow(self) -> int:
-        """Bytes of an element that is held with its float32 cast; 0 if it is float32 itself."""
+        """Bytes of an element that is held together with its float32 cast. 0 if the element is float32 itself."""
         return self.element_bytes if self.element_bytes < 4 else 0
 
     @property
     def _float32(self) -> int:
-        """Bytes of a float32 cast that is held with its element; 0 if the element is float32 itself."""
+        """Bytes of a float32 cast that is held together with its element. 0 if the element is float32 itself."""
         return 4 if self.element_bytes < 4 else 0
 
     @property

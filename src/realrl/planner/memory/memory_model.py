@@ -33,12 +33,13 @@ _GIB = 1 << 30
 DRIVER_BYTES = int(0.6 * _GIB)
 """GPU memory reserved for driver and libraries: the CUDA context and loaded kernels."""
 PROCESS_BYTES = 4 * _GIB
-"""Host memory reserved per device for its process: torch, CUDA, and a file of weights while a model is saved."""
+"""Host memory reserved for the process of each device: torch, CUDA, and a file of weights while a model is
+saved."""
 FRAGMENTATION = 0.1
-"""Fraction of dynamic memory that the caching allocator holds but cannot use.
+"""Fraction of dynamic memory that the caching allocator holds in addition, but cannot use.
 
-Static memory consists of a few flat buffers and does not fragment. Neither do the cache, packed weights and the
-memory of graphs, because a call allocates them once and holds them until it ends."""
+Static memory consists of a few flat buffers and does not fragment. The KV cache, packed weights and the memory of
+graphs do not fragment either, because a call allocates them once and holds them until it ends."""
 
 _CANDIDATE_BYTES = 8
 """Bytes per candidate: its id in int32, and a log-probability in float32."""
@@ -51,8 +52,8 @@ _LASTING = ("cache", "packed weights", "graphs")
 class MemoryNeed:
     """Bytes on one device: `static` while it holds a role, `dynamic` while a call runs.
 
-    static: parameters, gradients, optimizer. dynamic: activations, logits, cache, packed weights, graphs,
-    fragmentation.
+    The parts of `static` are parameters, gradients and optimizer. The parts of `dynamic` are activations, logits,
+    cache, packed weights, graphs and fragmentation.
     """
 
     static: Mapping[str, int]
@@ -71,7 +72,7 @@ class MemoryModel:
     """Memory model of calls on the devices of a cluster."""
 
     def __init__(self, spec: ClusterSpec, efficiency: Efficiency | None = None) -> None:
-        """Raise UserError if a device kind has no memory left for a plan."""
+        """Build the memory model of a cluster. Raises UserError if a device kind has no memory left for a plan."""
         self.spec = spec
         self._capacities = [_usable(group, spec.cluster) for group in spec.groups]
         for group, capacity in zip(spec.groups, self._capacities, strict=True):
@@ -86,7 +87,8 @@ class MemoryModel:
     def capacity(self, rank: int) -> int:
         """Return the bytes that a plan may use on a rank's device.
 
-        The driver, the communicator of all ranks and the buffers of reallocation use the rest of its memory.
+        The driver, the communicator of all ranks and the buffers of reallocation use the rest of the device's
+        memory.
         """
         return self._capacities[self.spec.group_index(rank)]
 
@@ -101,30 +103,29 @@ class MemoryModel:
         return float(group.host_memory - group.devices_per_node * PROCESS_BYTES)
 
     def communicators(self, placements: Iterable[Placement]) -> int:
-        """Compute the bytes of NCCL communicators on a device that all these placements use; 0 on a CPU."""
+        """Compute the bytes of NCCL communicators on a device that all these placements use. A CPU needs none."""
         on_gpus = [p for p in placements if not self.spec.device(p.mesh.first).cpu]
         return count_layout_bytes(on_gpus, self.spec.cluster)
 
     def parameters(self, model: StoredModel, placement: Placement) -> int:
-        """Compute the bytes of a copy of the parameters on the peak device of a placement."""
+        """Compute the bytes of the parameters on the device of a placement that stores most of them."""
         return int(self._stage_bytes(model, Strategies.of([placement.strategy])).max())
 
     def largest_sets(self, model: StoredModel, strategies: Strategies) -> dict[str, Ints]:
-        """For each parameter set, compute the most bytes of one copy that any device stores."""
+        """Compute, for each parameter set, the most bytes of it that any device stores, [strategies]."""
         return {name: size.max(axis=0) for name, size in self._set_bytes(model, strategies).items()}
 
     def least_base_bytes(self, model: StoredModel, strategies: Strategies) -> Ints:
-        """Compute the bytes of a copy of the base set under each strategy, on the device that stores the least of
-        it."""
+        """Compute the bytes of the base set on the device that stores the least of it, [strategies]."""
         size = self._set_bytes(model, strategies)[BASE]
         there = np.arange(len(size))[:, None] < strategies.pp
         return np.where(there, size, size.max()).min(axis=0)
 
     def states(self, model: StoredModel, strategies: Strategies) -> tuple[Ints, Ints]:
-        """Compute the bytes that optimizer offloading frees on the peak device, and the bytes that it copies.
+        """Compute the most bytes that optimizer offloading frees on any device, and the most bytes that it copies.
 
-        It frees gradients and optimizer state. It copies the two moments and, if there are any, the master weights.
-        It copies no gradients, because the next step computes its own.
+        Offloading frees gradients and optimizer state. It copies the two moments and, if there are any, the master
+        weights. It copies no gradients, because the next step computes new ones.
         """
         state = self._training_state(model, strategies, model.element_bytes)
         return state.bytes.max(axis=0), state.kept.max(axis=0)
@@ -132,7 +133,8 @@ class MemoryModel:
     def stages(
         self, call: Call, model: StoredModel, placement: Placement, workload: Workload
     ) -> tuple[MemoryNeed, ...]:
-        """Compute the memory need of a device per pipeline stage while it holds the call's role and runs the call.
+        """Compute, for each pipeline stage, the memory need of a device that holds the call's role and runs the
+        call.
 
         The call must have a model. Static memory includes gradients and optimizer only for a train call. Raises
         UserError if there are fewer records than data-parallel ranks.
@@ -152,9 +154,10 @@ class MemoryModel:
     def needs(
         self, call: Call, model: StoredModel, first: int, strategies: Strategies, workload: Workload
     ) -> tuple[Parts, Parts]:
-        """Compute static and dynamic parts as `stages` does, under many strategies, [stages, strategies].
+        """Compute static and dynamic parts as `stages` does, but under many strategies, [stages, strategies].
 
-        `first` is a rank on the kind of device. Dynamic parts past a strategy's last stage have no meaning.
+        `first` is any rank on the kind of device to plan for. Dynamic parts past a strategy's last stage have no
+        meaning.
         """
         static = {"parameters": self._stage_bytes(model, strategies)}
         if call.kind is Kind.TRAIN:
@@ -169,7 +172,7 @@ class MemoryModel:
     def _dynamic(
         self, call: Call, model: StoredModel, strategies: Strategies, workload: Workload, device: DeviceKind
     ) -> Parts:
-        """Peak dynamic memory of each stage, [stages, strategies]; past a strategy's last stage it has no
+        """Peak dynamic memory of each stage, [stages, strategies]. Entries past a strategy's last stage have no
         meaning."""
         cpu = device.cpu
         work = workload.work(call)
@@ -227,7 +230,8 @@ class MemoryModel:
                 # The KV cache also holds the experts that generation records.
                 parts = _add(parts, "cache", each * layers * generation.cache.tokens)
             else:
-                # Host memory holds the experts of all items twice, for the step and for the call.
+                # Host memory, which is device memory on a CPU, holds the experts of all items twice: for the step
+                # and for the call.
                 held = 2 * each * model.shape.layers * work.minibatches * rank_tokens if cpu else 0
                 parts = _add(parts, "activations", each * layers * tokens + held)
         passing = sum(size for name, size in parts.items() if name not in _LASTING)
@@ -235,7 +239,7 @@ class MemoryModel:
 
     @cached_property
     def _groups_by_node(self) -> list[tuple[int, NodeGroup]]:
-        """Pairs of a group and the first node after it, with the node first."""
+        """Groups of nodes, each as a pair of the first node after the group and the group."""
         ends = accumulate(group.nodes for group in self.spec.groups)
         return list(zip(ends, self.spec.groups, strict=True))
 
@@ -260,7 +264,7 @@ class MemoryModel:
         return count_training_state(strategies.zero, strategies.dp, elements, element_bytes)
 
     def _pad_all(self, model: StoredModel, strategies: Strategies, name: str, *, cut: bool) -> Ints:
-        """Elements of a set that each stage stores, [stages, strategies], padded (`_padded`).
+        """Number of elements of a set that each stage stores, padded as in `_padded`, [stages, strategies].
 
         If `cut`, each data-parallel rank stores only its own rows.
         """
@@ -274,13 +278,14 @@ class MemoryModel:
 
 
 def _pick(parts: Parts, stage: int) -> dict[str, int]:
-    """Return the parts of a stage, if there is only one strategy."""
+    """Return the parts of a stage under the first strategy."""
     return {name: int(size[stage, 0]) for name, size in parts.items()}
 
 
 @lru_cache(maxsize=4096)
 def _padded(sizes: SetSizes, replicas: int, pp: int) -> tuple[int, ...]:
-    """Elements that each stage stores, padded so that every bucket divides evenly among `replicas` ranks."""
+    """Number of elements that each stage stores, padded so that every bucket divides evenly among `replicas`
+    ranks."""
     stages = sizes.stage_elements(pp)
     multiples = [replicas * bucket_count(elements) for elements in stages]
     return tuple(-(-n // multiple) * multiple for n, multiple in zip(stages, multiples, strict=True))
@@ -297,15 +302,16 @@ def _add_candidates(
 ) -> Parts:
     """Add the memory of a call's candidates to the peak of each stage.
 
-    `tokens` counts the tokens of a micro-batch, and `rank_tokens` the tokens of a mini-batch on a rank. Given
-    candidates are copied for a micro-batch. Training also copies them for the mini-batch and, on a GPU, for the
-    whole step. Candidates that inference selects are moved to host memory, so they count only on a CPU.
+    `tokens` counts the tokens of a micro-batch, and `rank_tokens` the tokens of a mini-batch on a rank. If their
+    ids are given, candidates are copied for a micro-batch. Training also copies them for the mini-batch and, on a
+    GPU, for the whole step. Candidates that inference selects are moved to host memory, so they count only on a
+    CPU.
     """
     if call.candidates is None:
         return parts
     each = _CANDIDATE_BYTES * call.candidates.count
     if call.candidates.ids is None:
-        # At the end, the outputs of all micro-batches are concatenated, so both copies exist.
+        # At the end, the outputs of all micro-batches are concatenated, so they exist twice.
         outputs = {"activations": truncate(2 * each * rank_tokens)}
         return choose(last & (total(outputs) > total(parts)), outputs, parts) if cpu else parts
     if call.kind is Kind.TRAIN:

@@ -1,4 +1,4 @@
-"""Memory of the packed weights that decode steps on a CPU may multiply by (`model.matrices`), on one TP rank.
+"""Memory of packed weights (`model.matrices`) on one TP rank, with which decode steps on a CPU may multiply.
 
 Exact training and inference pack each matrix for its product and free the copy afterwards. Quantised matrices are
 widened for each product, and have no packed copy. The CPU that runs a generate call decides whether packing pays
@@ -16,7 +16,7 @@ from realrl.program.arrays import Bools, Ints
 
 
 def packed_weight_bytes(sizes: LocalSizes, dtype: Dtype, *, layers: Ints, head: Bools) -> Ints:
-    """Compute the bytes of a packed copy of the matrices of `layers` and, if `head`, of the head's."""
+    """Compute the bytes of a packed copy of the matrices of `layers` layers and, if `head` is true, of the head."""
     matrices = () if sizes.shape.quantised else sizes.matmul_shapes + sizes.experts * sizes.expert_shapes
     of_layer = sum(_add_rows(rows) * columns for rows, columns in matrices)
     of_head = _add_rows(sizes.padded_vocab) * sizes.shape.hidden_size
@@ -24,7 +24,8 @@ def packed_weight_bytes(sizes: LocalSizes, dtype: Dtype, *, layers: Ints, head: 
 
 
 def packing_bytes(sizes: LocalSizes, dtype: Dtype, *, head: Bools) -> Ints:
-    """Compute the most temporary bytes while a matrix is packed: a rounded copy, and a copy with added rows."""
+    """Compute the most temporary bytes while a matrix is packed, for a rounded copy and a copy with padding
+    rows."""
     return _find_most(sizes, dtype, head, lambda rows, columns: _count_copied(rows, columns, dtype))
 
 
@@ -38,7 +39,7 @@ def packed_matrix_bytes(sizes: LocalSizes, dtype: Dtype, *, head: Bools) -> Ints
 
 
 def widened_matrix_bytes(sizes: LocalSizes, dtype: Dtype) -> int:
-    """Compute the bytes of the largest quantised matrix after widening; 0 if the model is not quantised."""
+    """Compute the bytes of the largest quantised matrix after widening. 0 if the model is not quantised."""
     widened = (rows * columns for rows, columns in sizes.widened_shapes)
     return ELEMENT_BYTES[dtype] * max(widened, default=0)
 
@@ -49,17 +50,18 @@ def _count_copied(rows: int, columns: int, dtype: Dtype) -> int:
 
 
 def _find_most(sizes: LocalSizes, dtype: Dtype, head: Bools, count: Callable[[int, int], int]) -> Ints:
-    """Find the most bytes for any matrix of a layer and, if `head`, of the head. `count` gives elements."""
+    """Find the most bytes for any matrix of a layer and, if `head` is true, of the head. `count` returns the number
+    of elements for the rows and columns of a matrix."""
     of_layer = max(count(*shape) for shape in sizes.matmul_shapes + sizes.expert_shapes)
     of_head = count(sizes.padded_vocab, sizes.shape.hidden_size)
     return _element_bytes(dtype) * np.where(head, max(of_layer, of_head), of_layer)
 
 
 def _add_rows(rows: int) -> int:
-    """Round up to whole vectors of the kernels."""
+    """Round up the number of rows to whole vectors of the kernels."""
     return -(-rows // LANES) * LANES
 
 
 def _element_bytes(dtype: Dtype) -> int:
-    """Bytes of a packed element; `mixed` rounds the operands of products to bfloat16."""
+    """Bytes of a packed element. `mixed` rounds the operands of products to bfloat16."""
     return 4 if dtype == "float32" else 2

@@ -1,4 +1,4 @@
-"""Time of data exchange between calls, vectorised over pairs of layouts."""
+"""Time to send data between calls, vectorised over pairs of a producer's and a consumer's layout."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,26 +15,28 @@ from realrl.program.order import keys_between, producers
 
 _LENGTH_BYTES = 8
 _REPORT_S = 40e-6
-"""Seconds per rank that the writer takes to read the rank's times and align its clock (docs/notes/scale.md)."""
+"""Seconds that the rank that writes reports takes to read another rank's times and align its clock
+(docs/notes/scale.md)."""
 
 
 @dataclass(frozen=True)
 class ExchangeModel:
     """Data exchange between the calls of a step.
 
-    Every DP rank of the target receives its share of the rows, from one sender after the other. Its TP ranks and
-    stages receive a copy each. Rows travel over the hosts' network if the ranks span several nodes.
+    Every DP rank of the target receives its share of the rows, from one sender after the other. All its TP ranks
+    and stages receive copies. Rows travel over the network between hosts if the ranks span several nodes.
     """
 
     links: Links
     cluster: Cluster
     volumes: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    """Bytes of all records of a step, by (producer, consumer)."""
+    """Bytes of all records that a consumer reads from a producer in a step, by (producer, consumer)."""
     items: int = 0
     """Number of items in a step."""
 
     def lengths_seconds(self, senders: Ints, ranks: Ints) -> Floats:
-        """Compute the seconds until all `ranks` know the lengths of all items, which `senders` know in parts.
+        """Compute the seconds until `ranks` ranks know the lengths of all items. `senders` ranks know a part of
+        them each.
 
         One sender collects the lengths and sends them to the ranks, one after the other (`Exchange.share_lengths`).
         """
@@ -43,14 +45,15 @@ class ExchangeModel:
         return np.asarray((senders - 1 + told) * self.links.latency_s + posted)
 
     def reports_seconds(self, ranks: int) -> float:
-        """Compute the seconds that the writer takes to receive the times of a step from all ranks (`StepReports`).
+        """Compute the seconds that the writing rank takes to receive the times of a step from all ranks
+        (`StepReports`).
 
         Each rank sends two messages.
         """
         return (ranks - 1) * (2 * self.links.latency_s + _REPORT_S)
 
     def seconds(self, producer: str, consumer: str, source: Layouts, target: Layouts) -> Floats:
-        """Compute the seconds of each pair of layouts."""
+        """Compute the seconds from the producer's to the consumer's layout, for each pair of layouts."""
         volume = self.volumes.get((producer, consumer), 0.0)
         links = self.links
         copies, senders = target.size // target.shares, source.shares
@@ -71,10 +74,11 @@ class ExchangeModel:
         copies: Ints,
         rows: Ints,
     ) -> Floats:
-        """Compute a lower bound on the seconds of pairs that are only partly known.
+        """Compute a lower bound on the seconds between layouts that are only partly known.
 
-        `senders`: minimum and maximum; `size`: minimum size of the target; `copies`: minimum number of ranks that
-        receive the same rows; `rows`: maximum number of ranks that receive different rows.
+        `senders`: minimum and maximum number of ranks that send. `size`: minimum size of the target. `copies`:
+        minimum number of ranks that receive the same rows. `rows`: maximum number of ranks that receive different
+        rows.
         """
         volume = self.volumes.get((producer, consumer), 0.0)
         links = self.links
@@ -94,14 +98,14 @@ def count_exchanged_bytes(graph: DataflowGraph, workload: Workload) -> dict[tupl
 
 
 def _row_bytes(graph: DataflowGraph, workload: Workload, key: str) -> float:
-    """Mean bytes of a row."""
+    """Mean bytes of one record's value for a key."""
     each = graph.keys[key].position_bytes
     length = graph.length_key(key)
     if length is None:
         return each
     made_by = graph.producer(length)
     tokens = sum(workload.prompts) / len(workload.prompts)
-    # The length of a function's output is unknown. It counts as long as a generated answer.
+    # The length of a function's output is unknown. It counts like the length of a generated answer.
     if made_by is not None and made_by.kind in (Kind.GENERATE, Kind.FUNCTION):
         tokens += sum(workload.answers) / len(workload.answers)
     return each * tokens

@@ -18,7 +18,7 @@ from realrl.program.arrays import Bools, Floats, Ints
 from realrl.program.memory import StoredModel
 
 Pair = tuple[Floats, Floats]
-"""Bytes of layers, and fraction of the embedding; or the like."""
+"""Two arrays, usually the bytes of layers and the fraction of the embedding."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Boxes:
 
     @cached_property
     def ascending(self) -> Pair:
-        """Bytes of layers from the block with the least on, and their sums up to each block."""
+        """Bytes of layers of each block in ascending order, and the sums up to each block."""
         layers = np.sort(self.whole[0], axis=0)
         return layers, np.cumsum(layers, axis=0)
 
@@ -50,8 +50,8 @@ class Boxes:
     def shapes(self) -> Iterator[tuple[Ints, Floats]]:
         """Iterate over the different (height, width, embedding) of each pair's blocks, [3, pairs].
 
-        The first item has the first shape of every pair, the second item the second shape of pairs with two or
-        more, and so on. Each comes with the indices of its pairs.
+        The first item has the first shape of every pair. The second item has the second shape of all pairs with two
+        or more shapes, and so on. Each item also has the indices of its pairs.
         """
         every = np.stack([self.high - self.low, self.right - self.left, self.embeds])
         different, number = np.unique(every.reshape(3, -1), axis=1, return_inverse=True)
@@ -63,9 +63,10 @@ class Boxes:
             yield pair, different[:, number[block, pair]]
 
     def common(self, other: "Boxes", alike: Bools) -> Pair:
-        """Intersect with other boxes: common bytes of layers, and common fraction of the embedding.
+        """Intersect with other boxes. Returns the common bytes of layers and the common fraction of the embedding.
 
-        `alike`: whether both cut parameters in the same way; else they share what chance makes them share.
+        `alike`: whether both layouts cut parameters in the same way. If not, their fractions overlap by chance,
+        which is the product of the two fractions.
         """
         width = _overlap(self.left, self.right, other.left, other.right)
         by_chance = (self.right - self.left) * (other.right - other.left)
@@ -81,30 +82,31 @@ def _overlap(a: Floats, b: Floats, c: Floats, d: Floats) -> Floats:
 _AT_ONCE = 1 << 16
 """Array elements (nodes or devices, times pairs) processed together, so that they stay in the caches."""
 _FEW_PAIRS = 1 << 15
-"""Pairs of layouts that are kept apart from older ones."""
+"""Number of new pairs of layouts that a `TransferTable` collects before it merges them into its large table."""
 _FEW_LAYOUTS, _RECENT = 16, 4
-"""Layouts whose boxes are not kept, and number of sets of boxes that are."""
+"""Number of layouts up to which boxes are not cached, and number of cache entries for more layouts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterBytes:
-    """Parameter bytes of a parameter set, by the parts that pipeline stages are made of."""
+    """Bytes of a parameter set, by the parts of a model that pipeline stages divide."""
 
     layers: int
-    """Of the model."""
+    """Number of layers of the model."""
     layer: float
-    """Bytes of each layer that the set has."""
+    """Bytes of the set in each layer that has parameters in it."""
     embedding: float
     """Bytes of the embedding table, on the first stage, and on the last one if it is tied to the head."""
     end: float
     """Bytes of the final norm and the head, on the last stage."""
     tied: bool = False
     held: tuple[int, ...] | None = None
-    """Layers that the set has; None for all of them."""
+    """Indices of the layers that have parameters in the set. None means all layers."""
 
     @classmethod
     def of(cls, model: StoredModel, width: int, name: str = BASE) -> "ParameterBytes":
-        """Build from a set of a model whose parameters have `width` bytes each, if they are not quantised."""
+        """Build from the parameter set `name` of a model. Each parameter has `width` bytes unless it is
+        quantised."""
         width = element_width(name, width)
         sizes = size_shards(model, 1).sets[name]
         return cls(
@@ -122,7 +124,7 @@ class ParameterBytes:
         return self.layer * (self.layers if self.held is None else len(self.held))
 
     def cuts(self, pp: int) -> list[float]:
-        """Return the bytes before each pipeline stage, and before the end of the last one."""
+        """Return the byte offset at which each pipeline stage begins, and the end of the last stage."""
         bounds = [0.0]
         for stage in stage_layers(self.layers, pp):
             layers = len(stage) if self.held is None else sum(layer in stage for layer in self.held)
@@ -144,28 +146,31 @@ class _Ports:
 class LinkTransfers:
     """Time model of reallocations as `layout.routing` schedules them, without choosing senders.
 
-    A device receives the parameters that it needs and does not hold. A node receives each parameter once, unless
-    one of its devices holds it. The nodes that hold the data send equal shares, and all nodes forward. Tensors are
-    assumed to be sharded evenly over TP ranks and, with ZeRO-3, over data-parallel ranks as if these were TP ranks,
-    too. But ZeRO-3 cuts rows and TP cuts shards, so the overlap of the two is the product of their fractions.
-    Values travel in the narrower of the two types. Parameter sets move one after the other.
+    A device receives the parameters that it needs and does not hold. A node receives each parameter that it needs
+    once, unless one of its devices holds the parameter. The nodes that hold the data send equal parts, and all
+    nodes forward what they receive. The model assumes that TP ranks shard every tensor evenly. Under ZeRO-3, it
+    treats data-parallel ranks like further TP ranks. Layouts with and without ZeRO-3 cut tensors differently, so
+    their overlap is the product of the two fractions. Values travel in the narrower of the source's and the
+    target's type. Parameter sets move one after the other.
     """
 
     cluster: Cluster
     weights: Mapping[str, tuple[ParameterBytes, ...]]
-    """Parameter bytes of every set that moves, by role, `name_mixing` or `name_refreshing`."""
+    """Parameter bytes of the sets that move together. A key is a role, or a name from `name_mixing` or
+    `name_refreshing`."""
     links: tuple[Links, ...]
-    """Links of each node; between heterogeneous nodes the slower ones count."""
+    """Links of each node. Between two different nodes, the slower links count."""
     halves: Mapping[str, tuple[ParameterBytes, ...]] = field(default_factory=dict)
-    """`weights` in two bytes a parameter, as they travel from or to layouts in bfloat16, if there are any."""
+    """`weights` with two bytes per parameter, for moves from or to layouts in bfloat16. Empty if there are no such
+    layouts."""
     _cuts: dict[ParameterBytes, Floats] = field(default_factory=dict, compare=False, repr=False)
     _recent: dict[tuple[ParameterBytes, int, bytes], Boxes] = field(
         default_factory=dict, compare=False, repr=False
     )
-    """Boxes of layouts that were asked for last."""
+    """Cache of the most recent boxes."""
 
     def seconds(self, role: str, source: Layouts, target: Layouts) -> Floats:
-        """Compute the seconds of each pair; 0 for two equal layouts."""
+        """Compute the seconds of each pair of layouts. They are 0 if the layouts are equal."""
         result = np.zeros(len(source.first))
         half = (source.dtype == HALF) | (target.dtype == HALF)
         for moving, pairs in ((self.weights, ~half), (self.halves, half)):
@@ -175,13 +180,13 @@ class LinkTransfers:
         return result
 
     def one(self, role: str, source: Placement, target: Placement) -> float:
-        """Compute the seconds of one pair."""
+        """Compute the seconds from one placement to another."""
         return float(self.seconds(role, Layouts.of([source]), Layouts.of([target]))[0])
 
     def at_least(self, role: str, source: Layouts, target: Layouts) -> Floats:
         """Compute a lower bound on the seconds from each source to each target, [sources, targets].
 
-        It depends on the sizes of the meshes, not on their positions.
+        The bound depends on the sizes of the meshes, not on their positions.
         """
         result = np.zeros((len(source.first), len(target.first)))
         half = (source.dtype == HALF)[:, None] | (target.dtype == HALF)
@@ -191,7 +196,7 @@ class LinkTransfers:
         return result
 
     def sent(self, role: str, source: Layouts, target: Layouts) -> Pair:
-        """Compute the bytes that all devices receive, and the bytes among them that enter another node."""
+        """Compute the bytes that all devices receive, and the part of these bytes that crosses nodes, [pairs]."""
         totals = []
         for bounds in (self._devices, self._nodes):
             received = [self._lacking(weights, source, target, bounds)[0] for weights in self.weights[role]]
@@ -205,16 +210,16 @@ class LinkTransfers:
 
     @cached_property
     def _devices(self) -> Ints:
-        """Bounds of blocks of one device."""
+        """First rank of each block, and end of the last block, if every device is a block."""
         return np.arange(self.cluster.size + 1)
 
     @cached_property
     def _nodes(self) -> Ints:
-        """Bounds of blocks of one node's devices."""
+        """First rank of each block, and end of the last block, if every node is a block."""
         return np.array(self.cluster.bounds)
 
     def _slower(self, source: Layouts, target: Layouts) -> _Ports:
-        """Slowest links of the nodes of each pair's source and target."""
+        """Find the slowest links among the nodes of each pair's source and target."""
         pairs = len(source.first)
         worst = _Ports(np.full(pairs, np.inf), np.full(pairs, np.inf), np.zeros(pairs))
         spans = [self._span(place) for place in (source, target)]
@@ -299,14 +304,16 @@ class LinkTransfers:
         return np.asarray(busiest / self._slower(source, target).device)
 
     def _latency(self, source: Layouts, target: Layouts) -> Floats:
-        """Latency of the messages to a rank: one per stage and TP rank that holds some of its shard."""
+        """Seconds of latency of the messages to a rank. Each rank that holds a part of its shard sends one
+        message."""
         stages = -(-source.stages // target.stages) + 1 + (target.stages < 3)
         ranks = np.minimum(np.lcm(source.parts, target.parts) // target.parts, source.parts)
         return np.asarray(2 * stages * ranks * self._slower(source, target).latency)
 
     def _lacking(self, weights: ParameterBytes, source: Layouts, target: Layouts, bounds: Ints) -> Pair:
-        """Bytes that the devices between two `bounds` need and do not hold, [blocks, pairs], and a bound on
-        distinct ones."""
+        """Compute the bytes that each block of devices needs but does not hold, [blocks, pairs]. Also return an
+        upper bound on the distinct bytes among them, [pairs]. `bounds`: first rank of each block, and end of the
+        last block."""
         held = self._boxes(weights, source, bounds)
         needed = self._boxes(weights, target, bounds)
         layers, embedding = needed.whole
@@ -317,7 +324,8 @@ class LinkTransfers:
         return layers + embedding, distinct + np.minimum(embedding.sum(axis=0), weights.embedding)
 
     def _boxes(self, weights: ParameterBytes, layouts: Layouts, bounds: Ints) -> Boxes:
-        """Boxes of each block of devices, empty if it holds nothing; computed once per distinct layout."""
+        """Return the box of each block of devices. A block that holds nothing has an empty box. Each distinct
+        layout is computed once."""
         key = weights, len(bounds), layouts.codes.tobytes()
         if key in self._recent:
             return self._recent[key]
@@ -380,12 +388,12 @@ class TransferTable:
         self.role = role
         self._sources = sources
         self._targets = targets
-        # Of billions of pairs some hundred thousand are used, here and there. New ones are kept apart until they
-        # are some thousands, so that the others need not be sorted again each time.
+        # A search uses some hundred thousand of the billions of pairs. New pairs first go to a small table, so that
+        # adding them does not copy the large table each time.
         self._many, self._few = (_KnownPairs(np.zeros(0, np.int64), np.zeros(0)) for _ in range(2))
 
     def __call__(self, source: Ints, target: Ints) -> Floats:
-        """Return the seconds of pairs of indices."""
+        """Return the seconds of pairs of a source and a target, given by their indices in the two lists."""
         pairs, which = np.unique(source * len(self._targets.first) + target, return_inverse=True)
         seconds = np.full(len(pairs), np.nan)
         for known in (self._many, self._few):
@@ -403,19 +411,19 @@ class TransferTable:
 
 @dataclass(frozen=True)
 class _KnownPairs:
-    """Seconds of pairs, in ascending order of their numbers."""
+    """Seconds of pairs of layouts, sorted by the numbers of the pairs."""
 
     pairs: Ints
     seconds: Floats
 
     def fill(self, pairs: Ints, seconds: Floats) -> None:
-        """Fill in the seconds of those pairs that are known."""
+        """Write the seconds of all known pairs into `seconds`."""
         if len(self.pairs):
             place = np.minimum(np.searchsorted(self.pairs, pairs), len(self.pairs) - 1)
             np.copyto(seconds, self.seconds[place], where=self.pairs[place] == pairs)
 
     def merge(self, pairs: Ints, seconds: Floats) -> "_KnownPairs":
-        """Add pairs that are not known."""
+        """Return a table to which pairs are added that were not known."""
         place = np.searchsorted(self.pairs, pairs)
         return _KnownPairs(np.insert(self.pairs, place, pairs), np.insert(self.seconds, place, seconds))
 
@@ -423,7 +431,8 @@ class _KnownPairs:
 def _into_empty(holding: Ints, needed: Boxes, weights: ParameterBytes) -> Floats:
     """Lower bound on the layer bytes that some node receives or sends because some nodes hold no layer bytes.
 
-    `holding`: nodes that hold something, [sources, 1]. In the best case, the nodes without data need the least.
+    `holding`: number of nodes that hold data, [sources, 1]. In the best case, the nodes without data are those that
+    need the least.
     """
     blocks, pairs = needed.low.shape
     last = np.maximum(blocks - holding - 1, 0)

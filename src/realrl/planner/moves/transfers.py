@@ -15,11 +15,12 @@ from realrl.program.arrays import Ints
 from realrl.program.order import TrainableParts, changed_sets, set_names
 
 TYPES: tuple[Dtype | None, ...] = (None, *DTYPES.values())
-"""Data types of parameters: the role's own, or another one."""
+"""Data types of parameters. None means the role's own type."""
 HALF = TYPES.index("bfloat16")
 
 _DEGREE_BITS = 28
-"""Bits of a layout's code for the degrees of all axes but one; the mesh and the data type have the others."""
+"""Number of bits of a layout's code for the degrees of all axes except one. The other bits hold the mesh and the
+data type."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Layouts:
     sharded: Ints
     """1 if data-parallel ranks shard the parameters (ZeRO-3), otherwise 0."""
     dtype: Ints
-    """Data type of the parameters: the place in `TYPES`."""
+    """Data type of the parameters, as an index in `TYPES`."""
 
     @classmethod
     def of(cls, placements: Iterable[Placement]) -> "Layouts":
@@ -63,7 +64,7 @@ class Layouts:
 
     @cached_property
     def shares(self) -> Ints:
-        """Number of shares of a batch that ranks work on."""
+        """Number of parts into which ranks divide a batch."""
         return self.degree(*axes_dividing(Divided.ITEMS))
 
     @cached_property
@@ -78,7 +79,7 @@ class Layouts:
 
     @cached_property
     def parts(self) -> Ints:
-        """Number of ranks of a stage that hold different parts of it: consecutive ones."""
+        """Number of consecutive ranks that hold one copy of a stage, each a different part."""
         return np.where(self.sharded, self.shares * self.cuts, self.cuts)
 
     @cached_property
@@ -101,11 +102,13 @@ def find_nodes(cluster: Cluster) -> Ints:
 
 
 def name_mixing(role: str, source: str) -> str:
-    """Name, for `LinkTransfers`, the parameter sets of a role that is a moving average of another role."""
+    """Return the name in `LinkTransfers` of the parameter sets that move when `source` is mixed into its moving
+    average `role`."""
     return f"{source} mixed into {role}"
 
 
 def name_refreshing(graph: DataflowGraph, call: Call, role: str, parts: TrainableParts) -> str:
-    """Name the parameter sets of a role that a call changes, for `LinkTransfers`: the role where these are all."""
+    """Return the name in `LinkTransfers` of the parameter sets of a role that a call changes. It is the role itself
+    if the call changes all sets."""
     everything = changed_sets(graph, call, role, parts) == set_names(role, parts)
     return role if everything else f"{role} after {call.name}"

@@ -1,9 +1,9 @@
 """Measured seconds of operators, by device kind: products, attention and collectives, interpolated between sizes.
 
-The tables of `measured/` are distilled by `tools/operator_tables.py` from measurements that NVIDIA publishes in the
-package aiconfigurator-core (Apache-2.0): of products by torch.nn.functional.linear, attention by the kernels of
-vLLM (FlashAttention 2 on A100 and L40S, 3 on H100 and H200, FlashInfer on B200), and collectives of NCCL inside a
-node, all in bfloat16.
+`tools/operator_tables.py` makes the tables in `measured/` from measurements that NVIDIA publishes in the package
+aiconfigurator-core (Apache-2.0). They cover products by torch.nn.functional.linear, attention, and NCCL collectives
+inside a node, all in bfloat16. Attention was measured with the kernels of vLLM: FlashAttention 2 on A100 and L40S,
+FlashAttention 3 on H100 and H200, and FlashInfer on B200.
 """
 
 import json
@@ -27,10 +27,11 @@ PERCENT = 100
 
 @dataclass(frozen=True)
 class Grid:
-    """A function of sizes, linear in the logarithm of each between neighbouring points, constant beyond the last.
+    """Function of several sizes, tabulated at grid points. Between neighbouring points, it is linear in the
+    logarithm of each size. Beyond the outermost points, it is constant.
 
-    `axes`: the sizes of the points, ascending, axis by axis; `values`: those of all points, the last axis varying
-    fastest.
+    `axes`: the sizes of the grid points along each axis, ascending. `values`: the values at all grid points, with
+    the last axis varying fastest.
     """
 
     axes: tuple[tuple[float, ...], ...]
@@ -68,12 +69,12 @@ class Grid:
 
     @classmethod
     def read(cls, stored: dict[str, Any]) -> Self:
-        """Build a grid from what `write` has returned."""
+        """Build a grid from the result of `write`."""
         axes = tuple(tuple(map(float, axis)) for axis in stored["axes"])
         return cls(axes, tuple(value / PERCENT for value in stored["percent"]))
 
     def write(self) -> dict[str, Any]:
-        """Return what JSON can store, values rounded to hundredths."""
+        """Return the grid in a form that JSON can store, with values rounded to hundredths."""
         return {
             "axes": [[int(size) for size in axis] for axis in self.axes],
             "percent": [round(PERCENT * value) for value in self.values],
@@ -81,7 +82,7 @@ class Grid:
 
 
 ELEMENT = 2
-"""Bytes per element of operands: they are bfloat16."""
+"""Bytes per element of operands, which are bfloat16."""
 LEAST_S = Efficiency.least_kernel_s
 TILE = 128
 """Keys that a block of an attention kernel reads at a time, even if a window hides most of them."""
@@ -89,16 +90,17 @@ TILE = 128
 
 @dataclass(frozen=True)
 class TablePoint:
-    """Place of an operator in its table, and the seconds that the table's answer is relative to."""
+    """Position of an operator in its table, and a lower bound on its seconds. The table holds ratios to this
+    bound."""
 
     bound: Real
-    """Seconds."""
+    """Lower bound on the operator's seconds, from the device's peak performance."""
     sizes: tuple[Real, ...]
-    """One for each axis of the table."""
+    """Position along each axis of the table."""
 
 
 def place_product(device: DeviceKind, rows: Real, outputs: Real, inputs: Real) -> TablePoint:
-    """Place a product of [rows, inputs] and [inputs, outputs]."""
+    """Find the table point of a product of [rows, inputs] and [inputs, outputs]."""
     elements = rows * inputs + inputs * outputs + rows * outputs
     return TablePoint(_bound(device, 2 * rows * outputs * inputs, elements), (rows, outputs, inputs))
 
@@ -112,10 +114,11 @@ def place_prefill(
     head_dim: Real,
     window: Real | None = None,
 ) -> TablePoint:
-    """Place causal attention of sequences, as if they were of equal length. `squares`: sum of squared lengths.
+    """Find the table point of causal attention over sequences, as if they had equal lengths. `squares`: sum of
+    squared lengths.
 
-    Half of the scores are computed, and their product with values. With a window, the same tokens count as shorter
-    sequences whose length is the number of tokens that a token sees.
+    The kernel computes only the unmasked half of the scores, and of their product with values. With a window, the
+    tokens count as shorter sequences. Their length is the number of tokens that the last token sees.
     """
     length = squares / tokens
     seen = length if window is None else np.minimum(length, window + TILE)
@@ -133,14 +136,16 @@ def place_decode(
     head_dim: Real,
     window: Real | None = None,
 ) -> TablePoint:
-    """Place attention of one new token per row, which reads keys and values of `context` tokens."""
+    """Find the table point of attention of one new token per row, which reads keys and values of `context`
+    tokens."""
     seen = context if window is None else np.minimum(context, window + TILE)
     bound = _bound(device, 4 * rows * seen * heads * head_dim, 2 * rows * seen * kv_heads * head_dim)
     return TablePoint(bound, (seen, rows * kv_heads, heads / kv_heads, head_dim))
 
 
 def place_collective(device: DeviceKind, rounds: int, ranks: Real, number_bytes: Real) -> TablePoint:
-    """Place a ring collective in a node: `rounds` times, each rank sends all parts of `number_bytes` but one."""
+    """Find the table point of a ring collective in a node. In each of `rounds` rounds, a rank sends all parts of
+    `number_bytes` except one."""
     share = (ranks - 1) / ranks
     return TablePoint(
         LEAST_S + rounds * share * number_bytes / device.link_bytes_per_s, (ranks, number_bytes)
@@ -148,7 +153,7 @@ def place_collective(device: DeviceKind, rounds: int, ranks: Real, number_bytes:
 
 
 def _bound(device: DeviceKind, operations: Real, elements: Real) -> Real:
-    """Seconds of arithmetic or of traffic, whichever is longer, and of a kernel that does nothing."""
+    """Bound the seconds from below: arithmetic or memory traffic, whichever takes longer, plus an empty kernel."""
     return LEAST_S + np.maximum(
         operations / device.bf16_flops, ELEMENT * elements / device.memory_bytes_per_s
     )
@@ -158,18 +163,19 @@ Reduction = Literal["all_reduce", "all_gather", "reduce_scatter"]
 """Collectives that have tables."""
 
 ROUNDS: dict[Reduction, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
-"""How many times a ring passes all parts on."""
+"""Number of rounds of each collective. In a round, all parts travel along the ring once."""
 TABULATED: Dtype = "bfloat16"
 """Type of the operands of all operators in the tables."""
 FLASH3 = frozenset({"h100", "h200"})
 """Tables that were measured with FlashAttention 3."""
 MOST_RANKS = 8
-"""Largest group that has been measured."""
+"""Number of ranks of the largest group that was measured."""
 
 
 @dataclass(frozen=True)
 class Operators:
-    """Seconds of operators on a device: a bound by its peaks, times a measured ratio from the tables of its kind.
+    """Predicts the seconds of operators on a device: a bound from its peak performance, times a ratio from its
+    kind's tables.
 
     Sizes are numbers or arrays. No result is less than `LEAST_S`, even outside of the tables.
     """
@@ -178,7 +184,7 @@ class Operators:
     grids: Mapping[str, Grid]
 
     def product(self, *sizes: Real) -> Floats:
-        """Time a matrix product; for the sizes see `place_product`."""
+        """Predict the seconds of a matrix product. `sizes`: those of `place_product`."""
         return self._time("product", place_product(self.device, *sizes))
 
     @property
@@ -187,17 +193,17 @@ class Operators:
         return self.device.measured in FLASH3
 
     def prefill(self, *sizes: Real) -> Floats:
-        """Time causal attention of whole sequences; for the sizes see `place_prefill`."""
+        """Predict the seconds of causal attention over whole sequences. `sizes`: those of `place_prefill`."""
         return self._time("prefill", place_prefill(self.device, *sizes))
 
     def decode(self, *sizes: Real) -> Floats:
-        """Time attention of one new token per sequence; for the sizes see `place_decode`."""
+        """Predict the seconds of attention of one new token per sequence. `sizes`: those of `place_decode`."""
         return self._time("decode", place_decode(self.device, *sizes))
 
     def collective(self, kind: Reduction, ranks: Real, number_bytes: Real) -> Floats:
-        """Time a collective of 2 to `MOST_RANKS` ranks of a node.
+        """Predict the seconds of a collective of 2 to `MOST_RANKS` ranks of a node.
 
-        `number_bytes`: of the result of an all-gather, of the input of the others.
+        `number_bytes`: size of the result of an all-gather, or of the input of another collective.
         """
         return self._time(kind, place_collective(self.device, ROUNDS[kind], ranks, number_bytes))
 
@@ -207,7 +213,7 @@ class Operators:
 
 @lru_cache
 def find_operators(device: DeviceKind) -> Operators | None:
-    """Read the tables of a device's kind; None if it has none."""
+    """Read the operator tables of a device's kind. Returns None if there are none."""
     if device.measured is None:
         return None
     grids = read_tables(device.measured)["grids"]

@@ -22,14 +22,14 @@ from realrl.plan.placement import Dtype, Strategy
 from realrl.program.memory import StoredModel
 
 _PARALLEL = 8
-"""Distance between two strategies if only one of them uses a parallel dimension. All other terms together are
-less."""
+"""Distance between two strategies if only one of them uses a parallel dimension. All other terms of the distance
+together are smaller."""
 _DEGREE = 2
 """Distance between two different degrees above 1 of one parallel dimension."""
 
 
 class CorrectedShape(ModelShape):
-    """Shape of a model, whose family a file must name."""
+    """Shape of a model in a profile file, which must name the model's family."""
 
     family: str
 
@@ -43,7 +43,7 @@ class Correction(Settings):
     head: Head
     dtype: Dtype
     degrees: dict[str, PositiveInt]
-    """Degree of each axis; in files each is a field of its own."""
+    """Degree of each axis. In a file, each axis is a separate field."""
     micro_batch_tokens: PositiveInt
     sequence_parallel: bool
     recompute: bool
@@ -51,11 +51,11 @@ class Correction(Settings):
     ratio: PositiveFloat
     """Measured over predicted seconds."""
     steps: PositiveInt
-    """Steps that were measured."""
+    """Number of steps that were measured."""
 
     @classmethod
     def of(cls, call: Call, model: StoredModel, strategy: Strategy, ratio: float, steps: int) -> Self:
-        """Build the correction of a call as it ran."""
+        """Build the correction of a call from its measured ratio."""
         return cls(
             call=call.name,
             kind=call.kind,
@@ -91,7 +91,8 @@ class Correction(Settings):
         return tuple({**fields, "degrees": Degrees.of(self.degrees)}.values())
 
     def distance(self, call: Call, model: StoredModel, strategy: Strategy) -> int | None:
-        """Rate the distance to another call: 0 for an identical one, None for another kind of call or model."""
+        """Compute the distance to another call. It is 0 for an identical call, and None for another kind of call or
+        another model."""
         same = (self.kind, _structure(self.shape), self.head, self.dtype, self.exact)
         theirs = (call.kind, _structure(model.shape), model.head, model.dtype_under(strategy), model.exact)
         if same != theirs:
@@ -122,10 +123,10 @@ def _structure(shape: ModelShape) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Nearest:
-    """Corrections that are nearest to a call, all equally near."""
+    """Corrections with the smallest distance to a call."""
 
     distance: int
-    """0 if a run has measured the call itself under the same strategy."""
+    """Distance of these corrections. It is 0 if a run has measured the call itself under the same strategy."""
     corrections: tuple[Correction, ...]
 
     @property
@@ -138,7 +139,7 @@ class Nearest:
 def find_nearest(
     corrections: Iterable[Correction], call: Call, model: StoredModel, strategy: Strategy
 ) -> Nearest | None:
-    """Find the nearest corrections of the same kind of call with the same model; None if there are none."""
+    """Find the nearest corrections of the same kind of call with the same model. Returns None if there are none."""
     distances = [(c.distance(call, model, strategy), c) for c in corrections]
     least = min((distance for distance, _ in distances if distance is not None), default=None)
     return (
@@ -149,10 +150,10 @@ def find_nearest(
 def find_correction(
     corrections: Iterable[Correction], call: Call, model: StoredModel, strategy: Strategy
 ) -> float:
-    """Find the factor for a predicted time: that of the nearest corrections, or 1 if there are none.
+    """Find the factor for a predicted time. It is the ratio of the nearest corrections, or 1 if there are none.
 
-    Only corrections of the same kind of call with the same model count. Several that are equally near are averaged
-    geometrically, weighted by their steps.
+    Only corrections of the same kind of call with the same model count. Several corrections at the same distance
+    are averaged geometrically, weighted by their steps.
     """
     nearest = find_nearest(corrections, call, model, strategy)
     return 1.0 if nearest is None else nearest.ratio

@@ -1,12 +1,12 @@
 """Profile file: measured times of model parts, collectives and copies on one kind of device.
 
-A profile belongs to one kind of device, one number of processes per node, and one set of software versions;
-processes of a CPU with another number of threads are taken to be faster or slower by their expected speedup. It
-holds times of parts of calls for any number of model shapes, as one TP rank computes them without communication,
-and times that depend on bytes alone: collectives, point-to-point messages and copies.
+A profile belongs to one kind of device, one number of processes per node, and one set of software versions. For CPU
+processes with another number of threads, its times are scaled by the expected speedup. It holds the times of parts
+of calls for any number of model shapes, as one TP rank computes them without communication. It also holds times
+that depend on bytes alone: collectives, point-to-point messages and copies.
 
-The speed of a process on a CPU depends on how many others compute at the same time, so all of them measure
-together.
+The speed of a process on a CPU depends on how many other processes compute at the same time, so all processes of a
+node measure together.
 """
 
 import platform
@@ -39,10 +39,10 @@ def read_versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Curve:
-    """Time as a piecewise linear function of size; both are above 0.
+    """Time as a piecewise linear function of size. Times and sizes are above 0.
 
-    Below the first point the time is that of the first, since it consists of overhead there. Above the last one the
-    last segment is extrapolated, with a slope between half of the mean time per unit so far and all of it.
+    Below the first point, the time is constant, because it consists of overhead. Above the last point, the last
+    segment is extrapolated. Its slope is limited to between half and all of the last point's time per unit of size.
     """
 
     sizes: tuple[float, ...]
@@ -50,9 +50,10 @@ class Curve:
 
     @classmethod
     def of(cls, points: Sequence[tuple[float, float]]) -> "Curve":
-        """Build a curve from (size, seconds) in any order; the median counts of a size measured several times.
+        """Build a curve from pairs (size, seconds) in any order. If a size was measured several times, the median
+        counts.
 
-        ValueError for no points.
+        Raises ValueError if there are no points.
         """
         if not points:
             raise ValueError("a curve needs at least one point")
@@ -73,9 +74,11 @@ class Curve:
 
 @dataclass(frozen=True)
 class Surface:
-    """Time as a function of context length and size: a curve per context, interpolated linearly between contexts.
+    """Time as a function of context length and size. Each context has a curve, and times between two contexts are
+    interpolated linearly.
 
-    Outside the measured contexts the nearest segment is extrapolated, but never below half of the nearest curves.
+    Outside the measured contexts, the nearest segment is extrapolated, but never below half of the lower one of its
+    two curves.
     """
 
     contexts: tuple[float, ...]
@@ -83,7 +86,7 @@ class Surface:
 
     @classmethod
     def of(cls, points: Sequence[tuple[float, float, float]]) -> "Surface":
-        """Build a surface from (context, size, seconds) in any order."""
+        """Build a surface from triples (context, size, seconds) in any order."""
         groups: dict[float, list[tuple[float, float]]] = {}
         for context, size, seconds in points:
             groups.setdefault(context, []).append((size, seconds))
@@ -105,7 +108,7 @@ class Surface:
 
 FORMAT: Literal["realrl profile"] = "realrl profile"
 VERSION: Literal[5] = 5
-"""Version of the file format; files of other versions are rejected."""
+"""Version of the file format. Files of other versions are rejected."""
 
 LayerKind = Literal[
     "embed",
@@ -135,29 +138,29 @@ LayerKind = Literal[
 | head, scalar | log-probabilities or values after the last layer, and the method's computation with them |
 | embed_backward, backward, head_backward, scalar_backward | the time that a train call adds to the part above |
 | prefill | one layer that stores its keys and values |
-| start | the rest of a generate call before decoding, such as the last layer: it computes only keys and values |
+| start | the rest of a generate call before decoding, such as the keys and values of the last layer |
 | decode | one layer of a decode step of `sequences` with `context` tokens each in the KV cache |
 | decode_overhead | the rest of a decode step on every pipeline stage |
 | sample | head and sampling of a decode step, on the last stage |
 | prepare | a train call's work on `sequences` with answers of `context` tokens before its first mini-batch |
 | optimizer | update of `tokens` parameters, without reducing or zeroing gradients |
-| product | a product of two square matrices with `tokens` rows: not a part of a call, but the peak of arithmetic |
+| product | a product of two square matrices with `tokens` rows; it measures peak FLOP/s, not a part of a call |
 """
 
 WHOLE: tuple[LayerKind, ...] = ("prepare", "optimizer", "product")
-"""Kinds that do not depend on tensor parallelism and are measured without it."""
+"""Kinds that do not depend on tensor parallelism. They are measured without it."""
 
 CollectiveKind = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "send", "host", "copy", "clear", "allocate"
 ]
 """Collectives, messages and copies that are measured.
 
-send: from one rank to another. host: between device and host memory. copy, clear: inside device memory. allocate:
-memory that is requested from the system and zeroed."""
+`send`: a message from one rank to another. `host`: a copy between device and host memory. `copy` and `clear`: a
+copy and zeroing inside device memory. `allocate`: memory that is requested from the system and zeroed."""
 
 
 class ShapeKey(Settings):
-    """Model sizes and family, which the times of layers, head and sampling depend on."""
+    """Model family and sizes that decide the times of layers, head and sampling."""
 
     family: str
     hidden_size: PositiveInt
@@ -176,7 +179,7 @@ class ShapeKey(Settings):
 
 
 class Measurement(Settings):
-    """Measured time of one part of a call; sizes that do not matter for its kind are 0."""
+    """Measured time of one part of a call. Sizes that do not matter for its kind are 0."""
 
     kind: LayerKind
     tp: PositiveInt = 1
@@ -184,14 +187,14 @@ class Measurement(Settings):
     tokens: NonNegativeInt = 0
     """Tokens of a micro-batch, or parameters of an optimizer update."""
     sequences: NonNegativeInt = 0
-    """Sequences of a decode step, or sequences that are prepared."""
+    """Sequences of a decode step, or sequences of a train call (`prepare`)."""
     context: NonNegativeInt = 0
     """Context length: tokens of each sequence."""
     seconds: PositiveFloat
 
     @property
     def size(self) -> int:
-        """Sequences or tokens, whichever the time grows with."""
+        """Number of sequences or of tokens, whichever determines the time of this kind."""
         return self.sequences if self.kind in _BY_SEQUENCES else self.tokens
 
     @property
@@ -201,7 +204,7 @@ class Measurement(Settings):
 
     @property
     def series(self) -> tuple[object, ...]:
-        """Key shared by measurements that differ in sizes alone."""
+        """Key shared by measurements that differ only in sizes."""
         return self.kind, self.tp
 
 
@@ -235,7 +238,7 @@ class CollectiveTime(Settings):
 
     @property
     def series(self) -> tuple[object, ...]:
-        """Key shared by times that differ in bytes alone."""
+        """Key shared by times that differ only in bytes."""
         return self.kind, self.ranks, self.nodes
 
 
@@ -243,15 +246,16 @@ class FunctionTime(Settings):
     """Measured time of a user's function on the host."""
 
     function: str
-    """Its reference, for example `reward.py:score`."""
+    """Reference of the function, for example `reward.py:score`."""
     seconds: PositiveFloat
-    """Per item, of one rank that calls it."""
+    """Seconds per item on one rank that calls the function."""
     steps: PositiveInt
-    """Steps that were measured."""
+    """Number of steps that were measured."""
 
 
 class SweepSpread(Settings):
-    """Differences between sweeps over all sizes: root mean square of ln(seconds / median) of each as a whole."""
+    """Differences between sweeps over all sizes. A sweep's deviation is its typical ln(seconds / median), and each
+    field is the root mean square over sweeps."""
 
     layers: NonNegativeFloat = 0.0
     """Parts of calls."""
@@ -260,7 +264,7 @@ class SweepSpread(Settings):
 
 
 class Profile(Settings):
-    """Measured times of one kind of device; written by `save`, read by `load`."""
+    """Measured times of one kind of device. `save` writes a profile file, and `load` reads it."""
 
     format: Literal["realrl profile"] = FORMAT
     version: Literal[5] = VERSION
@@ -269,20 +273,21 @@ class Profile(Settings):
     processes: PositiveInt = 1
     """Processes per node that measured at the same time."""
     threads: PositiveInt | None = None
-    """Threads of each of them, on a CPU; of profiles that do not say it, those of the processes to plan for."""
+    """Threads of each process on a CPU. If a profile lacks this number, it is assumed to equal that of the
+    processes to plan for."""
     software: dict[str, str]
-    """Versions by package; a profile of other versions is used with a note."""
+    """Versions by package. A profile of other versions is used, but a note is printed."""
     layers: tuple[LayerTimes, ...] = Field(default=(), strict=False)
     collectives: tuple[CollectiveTime, ...] = Field(default=(), strict=False)
     corrections: tuple[Correction, ...] = Field(default=(), strict=False)
     """Call times measured in runs, relative to predictions from the other fields (`calibrate_profile`)."""
     functions: tuple[FunctionTime, ...] = Field(default=(), strict=False)
-    """What runs have measured of functions (`calibrate_profile`)."""
+    """Times of functions measured in runs (`calibrate_profile`)."""
     sweeps: SweepSpread | None = None
-    """How far sweeps differed; None after a single sweep, and in older files."""
+    """Differences between sweeps. None after a single sweep, and in older files."""
 
     def function_seconds(self, reference: str) -> float | None:
-        """Look up the seconds per item of a function; None if no run has measured it."""
+        """Look up the seconds per item of a function. Returns None if no run has measured it."""
         return next((time.seconds for time in self.functions if time.function == reference), None)
 
     def seconds(
@@ -294,15 +299,16 @@ class Profile(Settings):
         size: Real,
         context: Real = 0.0,
     ) -> Floats | None:
-        """Interpolate measured times; None if the kind was not measured for this shape, data type and degree.
+        """Interpolate measured times. Returns None if the kind was not measured for this shape, data type and TP
+        degree.
 
-        Exact at measured points; between them linear in size and in context.
+        The result is exact at measured points, and linear in size and in context between them.
         """
         surface = self._surfaces.get((_key(shape), dtype, kind, tp))
         return None if surface is None else surface(context, size)
 
     def peak_flops(self, dtype: Dtype) -> float | None:
-        """Find the largest FLOP/s of any measured product in a data type; None if none was measured."""
+        """Find the largest FLOP/s of any measured product in a data type. Returns None if none was measured."""
         rates = [
             2 * m.tokens**3 / m.seconds
             for part in self.layers
@@ -312,13 +318,15 @@ class Profile(Settings):
         return max(rates, default=None)
 
     def memory_bytes_per_s(self) -> float | None:
-        """Find the bandwidth at which the largest measured copy reads and writes; None if none was measured."""
+        """Find the bandwidth at which the largest measured copy reads and writes. Returns None if none was
+        measured."""
         copies = [c for c in self.collectives if c.kind == "copy"]
         largest = max(copies, key=lambda c: c.bytes, default=None)
         return None if largest is None else 2 * largest.bytes / largest.seconds
 
     def collective(self, kind: CollectiveKind, ranks: int, nodes: int, number_bytes: Real) -> Floats | None:
-        """Interpolate measured times; None if it was not measured for this number of ranks and nodes."""
+        """Interpolate measured times of a collective. Returns None if it was not measured for this number of ranks
+        and nodes."""
         curve = self._curves.get((kind, ranks, nodes))
         return None if curve is None else curve(number_bytes)
 
@@ -334,7 +342,7 @@ class Profile(Settings):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a profile file; UserError if it is none of this version."""
+        """Read a profile file. Raises UserError if the file is not a profile of this version."""
         try:
             content = read_json(local_path(str(path)))
         except UserError as error:
@@ -353,7 +361,7 @@ class Profile(Settings):
             raise UserError(f"profile {path}: {explain(error, cls)}") from None
 
     def merged(self, layers: Iterable[LayerTimes], collectives: Iterable[CollectiveTime] = ()) -> Self:
-        """Return a profile with further measurements, which replace older ones of equal key."""
+        """Return a profile with further measurements, which replace older measurements with the same key."""
         times: dict[tuple[ShapeKey, Dtype], dict[object, Measurement]] = {}
         for part in (*self.layers, *layers):
             times.setdefault((part.shape, part.dtype), {}).update((m.key, m) for m in part.measurements)

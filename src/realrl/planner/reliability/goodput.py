@@ -1,4 +1,4 @@
-"""Expected step of a plan where failures end the run: checkpoints, restarts, and the work that is done again."""
+"""Expected step time of a plan if failures end the run, with checkpoints, restarts, and repeated work."""
 
 import math
 from collections.abc import Mapping
@@ -17,14 +17,15 @@ from realrl.program.lower import home_placements
 
 @dataclass(frozen=True, kw_only=True)
 class Interruptions:
-    """Rate of failures, and what checkpoints and restarts take, in seconds."""
+    """Rate of failures, and the seconds that checkpoints and restarts take."""
 
     rate: float
     """Failures per second."""
     stop: float
     """Seconds that training waits for a checkpoint."""
     write: float
-    """Seconds until it is complete, those included: an earlier failure goes back to the one before."""
+    """Seconds from the start of a checkpoint until it is complete, `stop` included. If a failure comes earlier, the
+    run restarts from the previous checkpoint."""
     restart: float
     """Seconds from a failure until training continues."""
 
@@ -34,12 +35,13 @@ class Interruptions:
 
 
 def expected_step(of: Interruptions, step: float, every: int) -> float:
-    """Compute the expected seconds per step, lost ones included, with a checkpoint after every `every` steps.
+    """Compute the expected seconds per step, including lost time, with a checkpoint after every `every` steps.
 
-    After a checkpoint, the run needs M seconds without a failure until the next one: `every` steps and a stop.
-    After a failure, it restarts from the checkpoint and needs `every` steps and the whole writing. The expected
-    time between two checkpoints is therefore exp(rate (restart + write - stop)) (exp(rate M) - 1) / rate. Writing
-    beside training counts as a part of the restart. The result is infinite if failures come too fast.
+    Let M be the seconds that the run needs from one checkpoint to the next without a failure: `every` steps and a
+    stop. After a failure, the run restarts from the checkpoint, and needs `every` steps and the whole writing time.
+    The expected time between two checkpoints is therefore exp(rate (restart + write - stop)) (exp(rate M) - 1) /
+    rate. The writing time that training does not wait for counts as a part of the restart. The result is infinite
+    if failures come too fast.
     """
     between = of.rate * (every * step + of.stop)
     before = of.rate * (of.restart + of.write - of.stop)
@@ -49,12 +51,13 @@ def expected_step(of: Interruptions, step: float, every: int) -> float:
 
 
 def best_interval(of: Interruptions, step: float) -> int:
-    """Find the number of steps between checkpoints that makes the expected step shortest.
+    """Find the number of steps between checkpoints that minimises the expected step time.
 
-    A checkpoint begins after the one before is complete.
+    A checkpoint begins only after the previous one is complete.
     """
     least = max(1, math.ceil((of.write - of.stop) / step - 1e-9))
-    # Restart and writing scale all intervals alike; without them, the expected step is convex in the interval.
+    # Restart and writing multiply the expected step by the same factor for all intervals. Without them, it is
+    # convex in the interval.
     alone = replace(of, restart=0.0, write=of.stop)
 
     def grows(every: int) -> bool:
@@ -65,7 +68,7 @@ def best_interval(of: Interruptions, step: float) -> int:
         return low
     while not grows(high):
         low, high = high, 2 * high
-    while high - low > 1:  # grows at high, not yet at low
+    while high - low > 1:  # the expected step grows at high, but not yet at low
         middle = (low + high) // 2
         if grows(middle):
             high = middle
@@ -82,9 +85,9 @@ class Goodput:
     undisturbed_seconds: float
     """Seconds of a step without failures and checkpoints."""
     step_seconds: float
-    """Expected seconds of a step, with its share of checkpoints, restarts and work done again."""
+    """Expected seconds of a step, including its share of checkpoints, restarts and repeated work."""
     every: int
-    """Steps between checkpoints that make it shortest (`checkpoint.every`)."""
+    """Number of steps between checkpoints (`checkpoint.every`) that minimises `step_seconds`."""
     of: Interruptions
     checkpoint_bytes: float
     """Bytes of a checkpoint, on all ranks together."""
@@ -94,12 +97,13 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """Share of the time that is left for steps that count; 0 where failures come too fast to get on."""
+        """Share of the time spent on steps that are not lost. It is 0 if failures come too fast for any
+        progress."""
         return self.undisturbed_seconds / self.step_seconds
 
 
 def predict_goodput(scenario: Scenario, estimate: Estimate) -> Goodput | None:
-    """Predict the expected step of a plan; None if the scenario has no failures."""
+    """Predict the expected step of a plan. Returns None if the scenario has no failures."""
     if scenario.failures is None:
         return None
     starts = {name: call.start for name, call in estimate.calls.items()}
@@ -109,10 +113,10 @@ def predict_goodput(scenario: Scenario, estimate: Estimate) -> Goodput | None:
 def predict_plan_goodput(
     scenario: Scenario, failures: Failures, plan: Plan, step_seconds: float, starts: Mapping[str, float]
 ) -> Goodput:
-    """Predict the expected step of a plan whose calls start at these seconds of the step.
+    """Predict the expected step of a plan. `starts`: start of each call, in seconds after the start of the step.
 
-    Writing a checkpoint is assumed to begin with a step. If it is asynchronous, training waits for it only before
-    parameters change, which is at the start of the first train call.
+    The model assumes that writing a checkpoint begins at the start of a step. If writing is asynchronous, training
+    waits for it only before parameters change, which is at the start of the first train call.
     """
     traffic = count_traffic(scenario, home_placements(scenario.graph, plan))
     start = _predict_start(scenario, plan)
@@ -148,8 +152,9 @@ def compute_expected_seconds(scenario: Scenario, estimate: Estimate) -> float:
 def bound_expected_seconds(scenario: Scenario, step_seconds: float) -> float:
     """Bound the expected step of every plan from below, by a bound on steps without failures.
 
-    Whatever the plan, a checkpoint has every parameter that is trained once, and a restart notices the failure,
-    starts processes, has all of them meet, and reads that checkpoint. Training waits for nothing.
+    Under any plan, a checkpoint contains every trained parameter once. Any restart notices the failure, starts
+    processes, connects them, and reads the checkpoint. The bound assumes that training never waits for a
+    checkpoint.
     """
     failures = scenario.failures
     if failures is None:

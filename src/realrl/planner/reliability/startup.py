@@ -1,6 +1,7 @@
 """Seconds until all ranks of a run have started, and the connections that each of them opens for its groups.
 
-This is a prediction: the project has not measured a start on many nodes. The runtime makes the counted groups.
+This is a prediction, because the project has not measured a start on many nodes. The counted groups are those that
+the runtime makes.
 """
 
 from collections.abc import Mapping
@@ -10,55 +11,58 @@ from realrl.plan.communicators import RankSets, group_splits, list_communicators
 from realrl.planner.cluster.efficiency import Efficiency
 
 _GLOO_ADDRESS = 168
-"""Bytes of a rank's address in the store, beside 8 for each rank of the group: 152 and the name of its host, with
-torch 2.13."""
+"""Bytes of a rank's address in the store, without 8 bytes for each rank of the group: 152 bytes and the name of the
+host, with torch 2.13."""
 _GLOO_REQUESTS = 2
 """Requests to the store for the address of each rank: to wait for it, and to read it."""
 _MEETING = 6
-"""Requests of a rank to the store until all have met (`runtime.processes.rendezvous`)."""
+"""Requests of a rank to the store until all ranks have met (`runtime.processes.rendezvous`)."""
 
 # Seconds of the parts of a start.
 _PROCESS = 30.0
-"""From the order to start processes to their meeting: scheduler, imports, CUDA context. An assumption; imports
-alone are 3 to 5 s here, from a local disk."""
+"""Assumed seconds from the request for processes until they meet: scheduler, imports, CUDA context. Imports alone
+take 3 to 5 s from a local disk."""
 _REQUEST = 15e-6
-"""A request to the store, which one thread on one node answers (docs/notes/scale.md)."""
+"""Seconds of a request to the store, which one thread on one node answers (docs/notes/scale.md)."""
 _CONNECTION = 100e-6
-"""A connection of gloo: a socket on both sides. An assumption."""
+"""Assumed seconds to open a gloo connection, which is a socket on both sides."""
 _WORLD = 2.5
-"""The first communicator of NCCL, without its share per rank: 2.46 s with NCCL 2.22 on 8 H100 (nccl#534)."""
+"""Seconds to make the first NCCL communicator, without the part that grows with its ranks: 2.46 s with NCCL 2.22 on
+8 H100 (nccl#534)."""
 _SPLIT = 0.6
-"""Another communicator, which finds the devices and links of its ranks again: 0.52 s there."""
+"""Seconds to make another communicator, which finds the devices and links of its ranks again: 0.52 s in
+nccl#534."""
 _NCCL_RANK = 265 / 98_304
-"""Each rank of a communicator: NCCL starts among 96k GPUs in 265 s (arXiv 2510.20171). For some thousands,
-2.5 minutes were reported in January 2024 (nccl#1156)."""
+"""Seconds per rank of a communicator. NCCL starts among 96k GPUs in 265 s (arXiv 2510.20171). For some thousands of
+GPUs, 2.5 minutes were reported in January 2024 (nccl#1156)."""
 _SPLIT_SHARE = 0.25
-"""Share of `_NCCL_RANK` for each rank of the communicator that is split: one of about four all-gathers. An
-assumption."""
+"""Assumed fraction of `_NCCL_RANK` for each rank of the communicator that is split. A split needs one of about four
+all-gathers."""
 _COMPILE = 600e-6
-"""To compile and check the programs of all ranks, for each of them, on every rank (docs/notes/scale.md)."""
+"""Seconds per rank to compile and check its program. Every rank does this for all ranks (docs/notes/scale.md)."""
 _WARM_UP = 30.0
-"""Extra seconds of the first step: kernels are compiled, and graphs are captured. An assumption."""
+"""Assumed extra seconds of the first step, in which kernels are compiled and graphs are captured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartEstimate:
-    """Start of all ranks, but for reading weights and checkpoints."""
+    """Prediction of the start of all ranks, without reading weights and checkpoints."""
 
     seconds: Mapping[str, float]
-    """By part."""
+    """Seconds of each part of the start, by name."""
     sockets: int
-    """Connections of gloo that a rank has open, at most; they count against its limit of open files."""
+    """Largest number of gloo connections that any rank has open. They count towards its limit of open files."""
     communicators: int
-    """Communicators of NCCL that a rank is in, at most."""
+    """Largest number of NCCL communicators that any rank is in."""
     store_requests: int
-    """Requests that the store of all ranks answers."""
+    """Number of requests that the store answers for all ranks."""
     store_bytes: int
-    """Bytes that it sends."""
+    """Bytes that the store sends."""
 
 
 def predict_start(rank_sets: RankSets, world: int, *, gpus: bool, efficiency: Efficiency) -> StartEstimate:
-    """Predict the start of ranks with these groups. A single rank has no groups, so only its process counts."""
+    """Predict the start of `world` ranks with the groups `rank_sets`. A single rank has no groups, so only its
+    process counts."""
     seconds = {"process": _PROCESS, "compile": _COMPILE * world, "warm-up": _WARM_UP}
     if world == 1:
         return StartEstimate(seconds=seconds, sockets=0, communicators=0, store_requests=0, store_bytes=0)

@@ -12,21 +12,23 @@ from realrl.planner.workload.shard_sizes import SetSizes, size_shards
 from realrl.program.arrays import Floats, Ints
 
 _SAVED = 4 * 3
-"""Bytes of a trained parameter in a checkpoint: it, or its master, and two moments of the optimizer, in float32."""
+"""Bytes of a trained parameter in a checkpoint: the parameter (or its master copy) and two optimizer moments, in
+float32."""
 
 
 @dataclass(frozen=True)
 class StorageTraffic:
-    """Bytes that each rank writes in a checkpoint and reads at a start, and the bandwidths between."""
+    """Bytes that each rank writes in a checkpoint and reads at a start, and the bandwidth of each node to
+    storage."""
 
     written: Floats
-    """By rank."""
+    """Bytes that each rank writes."""
     read: Floats
-    """By rank: state that is restored, and the weights of roles that do not learn."""
+    """Bytes that each rank reads: the state that is restored, and the weights of roles that do not learn."""
     node: Ints
-    """Of each rank."""
+    """Node of each rank."""
     bytes_per_s: Floats
-    """Between each node and storage, while all nodes use it."""
+    """Bandwidth between each node and storage while all nodes use it, in bytes per second."""
 
     @property
     def write_seconds(self) -> float:
@@ -35,7 +37,7 @@ class StorageTraffic:
 
     @property
     def read_seconds(self) -> float:
-        """Seconds until the last node has read what its ranks start from."""
+        """Seconds until the last node has read the state and weights of its ranks."""
         return self._slowest(self.read)
 
     def _slowest(self, by_rank: Floats) -> float:
@@ -44,10 +46,12 @@ class StorageTraffic:
 
 
 def count_traffic(scenario: Scenario, homes: Mapping[str, Placement]) -> StorageTraffic:
-    """Count the bytes that ranks write and read if roles live at `homes`, as `checkpoint.contents` does.
+    """Count the bytes that ranks write and read, as `checkpoint.contents` does. `homes`: the placement that holds
+    each role's parameters.
 
-    Every element of a learning role is written once; if data-parallel ranks share it, one of them writes it. A
-    restart restores these elements, and reads each rank's part of the other roles from their own files.
+    Every element of a learning role is written once. If several data-parallel ranks hold an element, one of them
+    writes it. A restart restores these elements. Each rank reads its part of the other roles from their own model
+    files.
     """
     spec = scenario.spec
     written, read = np.zeros(spec.size), np.zeros(spec.size)
@@ -78,7 +82,8 @@ def count_saved_bytes(scenario: Scenario) -> float:
 def _saved_stages(scenario: Scenario, role: str, tp: int, pp: int) -> Floats:
     """Bytes that the data-parallel ranks of each stage save together, for one TP rank, [stages].
 
-    Only learning roles are saved. The parameters beside adapters are read from the model's own files instead.
+    Only learning roles are saved. If a role has adapters, its other parameters are read from the model's own files
+    instead.
     """
     model = scenario.models[role]
     if not model.trained and role not in {average.role for average in scenario.graph.averages}:
@@ -97,7 +102,7 @@ def _saved_stages(scenario: Scenario, role: str, tp: int, pp: int) -> Floats:
 
 
 def _by_stage(sets: Mapping[str, SetSizes], widths: Mapping[str, float], pp: int) -> Floats:
-    """Bytes of parameter sets on each stage, [stages]. `widths`: bytes of an element, by set."""
+    """Bytes of parameter sets on each stage, [stages]. `widths`: bytes of an element of each set."""
     total = np.zeros(pp)
     for name, sizes in sets.items():
         total += widths[name] * np.array(sizes.stage_elements(pp))
