@@ -16,8 +16,8 @@ A GPU needs 4 bytes more, for probabilities that top-p restricts or that are pad
 _FOUND_BYTES = 12
 """Bytes per selected likeliest token: its id in int64, and its log-probability in float32."""
 _GIVEN_BYTES = 16
-"""Bytes per given candidate token. They hold two int64 ids: one at its own position, and one next to the id of the
-predicted token."""
+"""Bytes per given candidate token, for two copies of its int64 id. One copy covers all positions. The other covers
+the predicted positions, next to the id of each predicted token."""
 _DIVERGENCE_BYTES = 32
 """Bytes per given candidate token to compute a Jensen-Shannon divergence without gradient: eight float32
 numbers."""

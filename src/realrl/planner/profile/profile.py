@@ -254,8 +254,8 @@ class FunctionTime(Settings):
 
 
 class SweepSpread(Settings):
-    """Differences between sweeps over all sizes. A sweep's deviation is its typical ln(seconds / median), and each
-    field is the root mean square over sweeps."""
+    """Differences between sweeps over all sizes: the root mean square of their shifts. The shift of a sweep is the
+    median of ln(seconds / median of all sweeps) over its measurements."""
 
     layers: NonNegativeFloat = 0.0
     """Parts of calls."""

@@ -1,4 +1,7 @@
-"""Lower bound on step time for sets of plans. Branch and bound (`branch_and_bound`) and local search use it."""
+"""Lower bound on step time for sets of plans. Branch and bound (`branch_and_bound`) and local search use it. A node
+is such a set: one group of candidate placements for each call. The home of a role is the call in whose placement
+the parameters of the role live. Other calls of the role may use a copy (replica) in another layout, which is kept
+between steps or made in each step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,14 +27,15 @@ _Work = tuple[Floats, Floats]
 
 @dataclass(kw_only=True)
 class _Sets:
-    """Nodes with the least costs of their calls, [calls, nodes] unless stated otherwise; times are seconds."""
+    """Lower bounds on the costs of each node's calls. Arrays are [calls, nodes] unless stated otherwise, and times
+    are in seconds."""
 
     nodes: Numbers
     """Group indices (`CandidateGroups`)."""
     size: Floats
-    """Devices of the call."""
+    """Number of devices of the call."""
     common: list[list[Floats]]
-    """Devices that the meshes of two calls certainly have in common, [calls][calls][nodes]."""
+    """Number of devices that the meshes of two calls certainly have in common, [calls][calls][nodes]."""
     seconds: Floats
     load: Floats
     """Seconds of loading parameters before the call."""
@@ -42,22 +46,22 @@ class _Sets:
     area: Floats
     """Device-seconds of the call."""
     copies: list[Floats] = field(default_factory=list)
-    """Bytes of the replica that each call certainly needs, [calls][nodes]; empty if memory is ignored."""
+    """Bytes of the replica that each call certainly needs, [calls][nodes]. Empty if memory is ignored."""
 
 
 class LeastMoves:
-    """Lower bounds on moving parameters from homes to other calls, vectorised over nodes (sets of plans)."""
+    """Lower bounds on the time to move parameters from homes to other calls, vectorised over nodes."""
 
     def __init__(self, tables: Tables, groups: Sequence[CandidateGroups]) -> None:
         self._tables = tables
         self._groups = groups
         self._least: dict[tuple[str, int], Floats] = {}
         """(Moved parameters, receiving call) -> seconds, [groups of the home, groups of the call]."""
-        # A call that can share the replica of another call may need no reallocation: leave it out.
+        # A call that can share the replica of another call may need no reallocation, so it is left out.
         self.moving = {c for c, h in enumerate(tables.home) if h != c and not tables.sharers[c]}
         """Calls that need a reallocation unless they run in the layout of their home."""
         self._with_call = {c: self._tabulate_with_call(c) for c in self.moving}
-        # Later calls of a role may use the same copy as an earlier one, which is refreshed once.
+        # Later calls of a role may use the same copy as an earlier call, and this copy is refreshed only once.
         self.refreshes = [
             refresh
             for refresh in tables.refreshes
@@ -80,8 +84,8 @@ class LeastMoves:
     def seconds_with_call(self, c: int, nodes: Numbers) -> tuple[Floats, Floats]:
         """Bound the seconds of call `c` with the reallocation before it, and the device-seconds of both, [nodes].
 
-        The layouts in which a call is fast often differ much from the layout of its home. The least sum of both
-        times is then more than the sum of the least times. Bounds are 0 if a copy may be kept.
+        The layouts in which a call is fast often differ much from the layout of its home. The least sum of the two
+        times then exceeds the sum of their least values. Bounds are 0 if a copy may be kept.
         """
         home = self._tables.home[c]
         source, target = self._groups[home], self._groups[c]
@@ -98,7 +102,7 @@ class LeastMoves:
         return float(np.median(self._between_layouts(c)))
 
     def copy_bytes(self, c: int, nodes: Numbers) -> Floats:
-        """Bound the bytes of the replica that call `c` needs, [nodes]; 0 if it may need none."""
+        """Bound the bytes of the replica that call `c` needs, [nodes]. They are 0 if it may need no replica."""
         if c not in self.moving:
             return np.zeros(nodes.shape[1])
         home = self._tables.home[c]
@@ -110,11 +114,12 @@ class LeastMoves:
     def _cheapest(self, role: str, c: int) -> Floats:
         """Tabulate the least seconds of transfers to call `c`, [groups of the home, groups of the call].
 
-        The groups end at level `LAYOUT`.
+        The table has only groups down to level `LAYOUT`.
         """
         if (role, c) not in self._least:
             source, target = self._groups[self._tables.home[c]], self._groups[c]
-            # Candidates of the home with and without kept copies have the same layouts: compute each layout once.
+            # Candidates of the home with and without kept copies have the same layouts, so each layout is computed
+            # once.
             _, some, of = np.unique(source.layouts.codes, return_index=True, return_inverse=True)
             least = self._tables.problem.transfers.at_least(role, source.layouts[some], target.layouts)
             self._least[role, c] = self._reduce(least[of], c)
@@ -137,7 +142,8 @@ class LeastMoves:
         return least[-len(source.layouts.first) :, -len(target.layouts.first) :]
 
     def _reduce(self, pairs: Floats, c: int) -> Floats:
-        """Reduce values of pairs of layouts to least values, [groups of the home, groups of the call]."""
+        """Reduce values of pairs of layouts to the least value of each pair of groups, [groups of the home, groups
+        of the call]."""
         for axis, call in enumerate((self._tables.home[c], c)):
             starts = self._groups[call].layout_starts
             pairs = np.concatenate([np.minimum.reduceat(pairs, s, axis=axis) for s in starts], axis=axis)
@@ -145,11 +151,11 @@ class LeastMoves:
 
 
 class MemoryBound:
-    """Lower bounds on memory, vectorised over nodes: averages over the devices of each call while it runs.
+    """Lower bounds on memory, vectorised over nodes. They average over the devices of each call while it runs.
 
-    Homes of roles, kept copies and a running call need at least some memory; the remaining memory is their room. No
-    candidate of a fitting plan needs more than its call's least memory plus this room. Fast candidates often need
-    more, so the room raises the least seconds of calls.
+    Homes of roles, kept copies and a running call all need a least amount of memory. The memory that remains is
+    called room. No candidate of a fitting plan needs more than its call's least memory plus the room. Fast
+    candidates often need more, so this limit raises the least seconds of calls.
     """
 
     def __init__(self, tables: Tables, groups: Sequence[CandidateGroups]) -> None:
@@ -162,7 +168,8 @@ class MemoryBound:
         self._models = [c for c, call in enumerate(tables.calls) if not call.is_function]
         self._sharing = {h for homes in tables.sharing_homes for h in homes}
         self._held = [g.own if c in self._sharing else g.resident for c, g in enumerate(groups)]
-        """Bytes that each home certainly keeps, even if it shares its frozen weights, [groups] by call."""
+        """Bytes that each home certainly keeps, even if its role shares frozen weights with other roles, [groups]
+        by call."""
         self._when_held: dict[int, tuple[Floats, Floats]] = {}
         self._when_run: dict[int, tuple[Floats, Floats]] = {}
         self._when_moved: dict[int, tuple[Floats, Floats]] = {}
@@ -180,8 +187,8 @@ class MemoryBound:
     def tighten(self, sets: "_Sets", apart: Mapping[tuple[int, int], Bools]) -> Bools:
         """Raise the seconds of `sets` to the least seconds of candidates that fit into the remaining memory.
 
-        `apart`: whether two calls at home must have no devices in common, by pair. Returns whether some device must
-        run out of memory, [nodes].
+        `apart`: whether two calls at home must have no devices in common, [nodes] by pair of calls. Returns whether
+        some device must run out of memory, [nodes].
         """
         groups, tables = self._groups, self._tables
         nodes, size, common, copies = sets.nodes, sets.size, sets.common, sets.copies
@@ -205,12 +212,12 @@ class MemoryBound:
             others = {
                 h: held for h, held in stays.items() if h != c and (h == home or tables.home[h] != home)
             }
-            # On average over the devices of the call, everything that stays there fits beside it.
+            # On average over the devices of the call, its own need and everything that stays there must fit.
             left = (limit - needs) * size[c]
             left = left - sum(held * common[h][c] for h, held in others.items())
             left -= sum(np.max([base[h] * common[h][c] for h in base], axis=0) for base in shared)
-            # On one device, the largest state that certainly lies there fits, with the states that cover all
-            # devices.
+            # On one device, the largest state that certainly lies on it must fit, together with the states that
+            # cover all devices of the call.
             covering = sum(np.where(common[h][c] >= size[c], held, 0.0) for h, held in others.items())
             partly = [
                 np.where(common[h][c] > 0, np.where(common[h][c] < size[c], held, 0.0), 0.0)
@@ -220,8 +227,8 @@ class MemoryBound:
             worst = np.minimum(spare - np.max(partly, axis=0, initial=0.0), left / size[c])
             for pair, which in apart.items():
                 if c not in pair:
-                    # If the three calls are too large for the cluster, this call meets one of two calls that are
-                    # apart.
+                    # If three calls together have more devices than the cluster, this call overlaps one of the two
+                    # calls that are apart.
                     less = np.minimum(*(stays[h] for h in pair))
                     less = less - sum(np.where(common[h][c] >= size[c], others[h], 0.0) for h in pair)
                     crowded = which & (size[[*pair, c]].sum(axis=0) > self._devices)
@@ -240,7 +247,7 @@ class MemoryBound:
                 self._raise(sets, c, self._when_moved[c], moved)
         for h, table in self._when_held.items():
             self._raise(sets, h, table, room[h] + stays[h])
-        # No candidate fits into the room of some call.
+        # If seconds are infinite, no candidate of some call fits into the room.
         full |= np.isinf(sets.seconds).any(axis=0)
         for least in (sets.seconds, sets.loading):
             least[:, full] = 0.0
@@ -257,7 +264,8 @@ class MemoryBound:
         return np.clip(size * (_STEPS / self._largest), 0, _STEPS).astype(np.int64)
 
     def _tabulate(self, c: int, needs: Floats) -> tuple[Floats, Floats]:
-        """Tabulate the least seconds of a call, without and with loading, [groups down to layouts, memory sizes].
+        """Tabulate the least seconds of a call, without and with loading, [groups down to level `LAYOUT`, memory
+        sizes].
 
         `needs`: bytes that each candidate needs.
         """
@@ -283,16 +291,16 @@ class Bound:
     - critical path: a call starts once it has received the outputs of its producers, and after earlier calls whose
       meshes overlap its own. Two meshes certainly overlap if together they have more devices than the cluster;
     - work: before a call starts, its ancestors have spent their device-seconds on the devices of the cluster.
-      Ancestors that cannot start before some moment spend theirs after it (energetic reasoning, as in cumulative
-      scheduling);
+      Ancestors that cannot start before some moment spend their device-seconds after it (energetic reasoning, as in
+      cumulative scheduling);
     - reallocation: parameters move in the least seconds over all positions of the meshes, as far as the order of
-      activities exposes this time. A kept copy is refreshed after training instead. If a node has plans of both
-      kinds, the cheaper one counts;
+      activities exposes this time. A kept copy is refreshed after training instead. If a node has plans with and
+      without kept copies, the cheaper kind counts;
     - packing: if three meshes together have more devices than the cluster, two of them overlap, and one of their
       calls waits for the other. Two meshes cannot overlap if no device has enough memory for both.
 
-    Each call takes at least the seconds of its fastest candidate that fits beside the rest (`MemoryBound`). The
-    bound is infinite for nodes under which some device must run out of memory.
+    Each call takes at least the seconds of its fastest candidate that fits into the remaining memory
+    (`MemoryBound`). The bound of a node is infinite if some device must run out of memory under all its plans.
     """
 
     def __init__(self, tables: Tables) -> None:
@@ -302,7 +310,7 @@ class Bound:
         self._models = [c for c, call in enumerate(tables.calls) if not call.is_function]
         self._memory = MemoryBound(tables, self.groups)
         self.moves = LeastMoves(tables, self.groups)
-        # If calls of a role can run in one wave, they may share loaded parameters: leave them out.
+        # If calls of a role can run at the same time, they may share loaded parameters, so they are left out.
         self._loads = [
             c
             for c, h in enumerate(tables.home)
@@ -318,8 +326,8 @@ class Bound:
     def __call__(self, nodes: Numbers, *, memory: bool = True, goal: float = np.inf) -> Floats:
         """Bound the step seconds of nodes, [nodes]. `nodes`: group indices, [calls, nodes].
 
-        Without `memory`, the bounds hold as if all plans fitted. With a `goal`, bounds below it are tighter: two
-        calls that cannot run one after the other before `goal` must run side by side, so their states are on
+        If `memory` is false, the bounds ignore memory limits. With a `goal`, bounds below it are tighter. To end
+        before `goal`, two calls that take too long in sequence must run side by side, so their states are on
         different devices. The result is at most the earliest end of such calls in sequence, which is at least
         `goal`.
         """
@@ -336,9 +344,9 @@ class Bound:
         return np.minimum(np.where(full, np.inf, self._end(sets)), otherwise)
 
     def _side_by_side(self, sets: "_Sets", goal: float) -> tuple[dict[tuple[int, int], Bools], Floats]:
-        """Find pairs of calls at home that, run one after the other, end at `goal` or later.
+        """Find pairs of calls at home that end at `goal` or later if they run one after the other.
 
-        Returns whether this holds, by pair, [nodes], and the earliest end of all such pairs, [nodes].
+        Returns whether this holds, [nodes] by pair of calls, and the earliest end of all such pairs, [nodes].
         """
         least = np.full(sets.nodes.shape[1], np.inf)
         if np.isinf(goal):
@@ -355,7 +363,7 @@ class Bound:
         return found, least
 
     def _describe(self, nodes: Numbers) -> "_Sets":
-        """Collect the least costs of nodes as if all plans fitted."""
+        """Collect the least costs of nodes, without regard to memory limits."""
         seconds, area, size = (self._take(name, nodes) for name in ("seconds", "area", "size"))
         load, unload = np.zeros(nodes.shape), np.zeros(nodes.shape)
         for c in self._loads:
@@ -434,7 +442,7 @@ class Bound:
     def _receiving(self, c: int, nodes: Numbers, tail: Floats) -> tuple[Floats, Floats]:
         """Return the earliest time at which call `c` has received all inputs, one after the other, [nodes].
 
-        Also returns the seconds that receiving takes once its devices are free, [nodes].
+        Also returns the seconds that receiving takes once the devices of the call are free, [nodes].
         """
         exchange = self.tables.problem.exchange
         calls = self.tables.calls
@@ -476,9 +484,9 @@ class Bound:
         return common
 
     def _apart(self, sets: "_Sets") -> dict[tuple[int, int], Bools]:
-        """Tell whether the meshes of two calls cannot overlap, by pair, [nodes].
+        """Find whether the meshes of two calls cannot overlap, [nodes] by pair of calls.
 
-        Either their positions are known, or a device would have too little memory for both.
+        Either their positions are known and disjoint, or a device would have too little memory for both calls.
         """
         nodes, size, copies = sets.nodes, sets.size, sets.copies
         first = self._take("first", nodes)
@@ -502,7 +510,8 @@ class Bound:
         seconds: Floats,
         apart: Mapping[tuple[int, int], Bools],
     ) -> Floats:
-        """Return the earliest end of three calls if two of them must overlap, [nodes]; infinite if no two can."""
+        """Return the earliest end of three calls if two of them must overlap, [nodes]. It is infinite if no two of
+        them can."""
         ends = [
             np.where(apart[p, c], np.inf, np.maximum(tail[p] + seconds[c], tail[c]))
             for p, c in combinations(triple, 2)
@@ -510,7 +519,8 @@ class Bound:
         return np.asarray(np.minimum.reduce(ends))
 
     def _told(self, c: int, there: int, tail: Floats) -> Floats:
-        """Return the earliest time at which the devices of call `there` know the lengths for call `c`, [nodes]."""
+        """Return the earliest time at which the devices of call `there` know the row lengths that call `c` needs,
+        [nodes]."""
         told = np.zeros(tail.shape[1])
         for p in range(c):
             if self.tables.knows_lengths[there, p] and self.tables.ordered[c, p]:
@@ -520,8 +530,8 @@ class Bound:
     def _reallocation(
         self, c: int, nodes: Numbers, tail: Floats, common: list[list[Floats]]
     ) -> tuple[Floats, Floats, Floats, Floats]:
-        """Return the earliest start and least seconds of the reallocation before call `c`, then the same of loading
-        the parameters before that, [nodes] each. All are 0 if a copy may be kept.
+        """Return the earliest start and the least seconds of the reallocation before call `c`, [nodes]. Also return
+        both for loading the parameters before this reallocation. All values are 0 if a copy may be kept.
         """
         tables = self.tables
         home = self.tables.home[c]
@@ -536,14 +546,15 @@ class Bound:
             if tables.ordered[c, p]:
                 np.maximum(there, np.where(common[p][home] > 0, tail[p], 0.0), out=there)
         seconds = self.moves.seconds(tables.reallocation[c], c, nodes)
-        # A reallocation that sends nothing does not wait for the devices of the primary placement.
+        # A reallocation that sends nothing does not wait for the devices of the home.
         start = np.maximum(start, np.where(seconds > 0, there, load_start) + load)
         return start * transient, seconds * transient, load_start * transient, load * transient
 
     def _refresh(self, refresh: Activity, nodes: Numbers, tail: Floats) -> tuple[Floats, Floats]:
         """Return the earliest start and least seconds of a refresh, or of a reallocation in its place, [nodes].
 
-        Seconds are 0 if no plan keeps copies. The start is 0 unless all plans do: a reallocation may come earlier.
+        The seconds are 0 if no plan of a node keeps copies. The start is 0 unless all its plans keep copies,
+        because a reallocation may come earlier.
         """
         home, copy = refresh.home, refresh.target
         must, may = (getattr(self.groups[home], name)[nodes[home]] for name in ("must_keep", "may_keep"))
@@ -566,11 +577,12 @@ class Bound:
         moves: Mapping[int, list[_Work]],
         others: Sequence[_Work] = (),
     ) -> Floats:
-        """Return the earliest end of `calls` by their work, [nodes]: work that starts after some moment uses the
-        devices only from then on.
+        """Return the earliest end of `calls` by their work, [nodes]. Work that starts after some moment uses
+        devices only after this moment.
 
-        `told`: earliest start of loading parameters; `head`: earliest start of the calls; `area`: their
-        device-seconds; `whole`: device-seconds with loading; `moves` and `others`: further work.
+        `told`: earliest start of loading parameters. `head`: earliest start of the calls. `tail`: earliest end of
+        the calls. `area`: device-seconds of the calls. `whole`: device-seconds of the calls with loading. `moves`
+        and `others`: further work.
         """
         if not calls:
             return np.zeros(head.shape[1])

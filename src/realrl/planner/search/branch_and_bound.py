@@ -1,4 +1,4 @@
-"""Branch and bound over sets of plans: proof of the optimality gap."""
+"""Branch and bound over sets of plans, which proves how far a plan may be from the best one."""
 
 import heapq
 from dataclasses import dataclass, field
@@ -12,15 +12,17 @@ from realrl.planner.search.scorer import Scorer
 from realrl.program.arrays import Floats
 
 _PARENTS, _CHILDREN = 8192, 1 << 15
-"""Nodes branched at once, and bounded at once: enough to amortise numpy calls, and few enough for the caches."""
+"""Number of nodes branched at once, and number bounded at once. They amortise numpy calls, and still fit the
+caches."""
 _FIRST_HEURISTIC, _SAMPLES = 2000, 512
 """Number of bounded nodes after which the primal heuristic first runs, and number of plans that it samples."""
 _SOON, _LATER = 1.5, 2.5
-"""The heuristic runs again when the number of nodes has grown by this factor: after a success, and otherwise."""
+"""The heuristic runs again when the number of nodes has grown by this factor. The first factor applies after a
+success, and the second one after a failure."""
 _LONG = 0.3
-"""A call is long if its least seconds exceed this fraction of the longest call's."""
+"""A call is long if its least seconds exceed this fraction of the least seconds of the longest call."""
 _EXACT = 1e-12
-"""Relative rounding error of bounds; a proof subtracts it."""
+"""Relative rounding error of bounds. A proof subtracts it."""
 
 
 @dataclass(order=True)
@@ -33,7 +35,7 @@ class _Pool:
     """Order of insertion, which decides between pools of equal bounds."""
     depth: int = field(compare=False)
     nodes: Numbers = field(compare=False)
-    """[calls, nodes]"""
+    """Group of each call, [calls, nodes]."""
     bounds: Floats = field(compare=False)
 
 
@@ -42,7 +44,7 @@ class Proof:
     """Result of branch and bound."""
 
     lower_bound: float
-    """Lower bound on the step seconds of every plan that fits; infinite if none fits."""
+    """Lower bound on the step seconds of every plan that fits. Infinite if no plan fits."""
     nodes: int
     """Number of nodes that were bounded."""
 
@@ -58,7 +60,7 @@ class BranchAndBound:
     - all calls into single candidates. A node of single candidates is a plan.
 
     Short calls are sorted by their seconds with reallocation. Sizes are branched by powers of two first, and
-    layouts by TP degree first, because mostly few of these groups are worth branching further. From time to time
+    layouts by TP degree first, because usually few of these groups are worth branching further. From time to time,
     a primal heuristic improves a plan of a promising node. A better plan lets more nodes be pruned.
     """
 
@@ -90,14 +92,14 @@ class BranchAndBound:
 
     @property
     def goal(self) -> float:
-        """Nodes whose bound is at least this are pruned."""
+        """Nodes whose bound reaches this number of seconds are pruned."""
         return self.scorer.best_seconds * (1 - self.tolerance)
 
     def run(self, max_nodes: int, share: float = 1.0) -> Proof:
         """Search until the tolerance is reached, `max_nodes` nodes are bounded, or a `share` of the effort is
         spent.
 
-        The next call of `run` continues from there; nodes of all calls count towards `max_nodes`.
+        The next call of `run` continues where this one stopped. The nodes of all calls count towards `max_nodes`.
         """
         while self.pools and self.looked_at < max_nodes and not self.scorer.exhausted(share):
             if self.looked_at >= self.next_heuristic:
@@ -148,7 +150,7 @@ class BranchAndBound:
         improve_locally(self.scorer, self.bound, plans[:, int(self.scorer(plans).argmin())], share=share)
 
     def _add(self, depth: int, nodes: Numbers) -> None:
-        """Bound and prune nodes, [calls, nodes]; score them if they are plans."""
+        """Bound and prune nodes, [calls, nodes]. Score them if they are plans."""
         self.looked_at += nodes.shape[1]
         self.scorer.bounded += nodes.shape[1]
         bounds = self.bound(nodes, goal=self.goal)

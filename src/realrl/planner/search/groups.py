@@ -19,20 +19,20 @@ Numbers = NDArray[np.int32]
 Scalar = TypeVar("Scalar", np.float64, np.int64, np.bool_)
 
 ALL, SIZES, SIZE, TENSOR, LAYOUT, KIND, ALONE = range(7)
-"""Levels of the hierarchy; each level splits the groups of the level before it.
+"""Levels of the hierarchy. Each level splits the groups of the level before it.
 
 - `SIZES`: mesh sizes from one power of two to the next.
-- `SIZE`: one mesh size; either all candidates keep copies of their role, or none does.
+- `SIZE`: one mesh size. Either all candidates keep copies of their role, or none of them does.
 - `TENSOR`: one TP degree, and meshes that span equal parts of nodes. The position of the mesh still varies.
 - `LAYOUT`: one set of degrees, ZeRO sharding and data type.
-- `KIND`: equal costs, too; candidates of a kind differ only in the position of their mesh.
+- `KIND`: the same costs as well. Candidates of a kind differ only in the position of their mesh.
 - `ALONE`: single candidates.
 """
 
 
 @dataclass(frozen=True)
 class CandidateGroups:
-    """Candidate groups of one call, one entry per group; group 0 contains all candidates.
+    """Candidate groups of one call. Arrays have one entry per group. Group 0 contains all candidates.
 
     Every cost is the minimum over the candidates of a group, unless stated otherwise.
     """
@@ -40,19 +40,19 @@ class CandidateGroups:
     level: Ints
     """Level of each group, ascending."""
     child: Ints
-    """First child of a group; its children are `child[i]` to `child_end[i]` - 1."""
+    """First child of each group. The children of group i are `child[i]` to `child_end[i]` - 1."""
     child_end: Ints
     kind: Ints
-    """Index of the kind, for kinds and single candidates; -1 for other groups."""
+    """Index of the kind (level `KIND`) for kinds and single candidates, and -1 for other groups."""
     candidate: Ints
-    """Index of the candidate, for single candidates; -1 for other groups."""
+    """Index of the candidate for single candidates, and -1 for other groups."""
     seconds: Floats
     area: Floats
-    """Device-seconds; 0 for a function."""
+    """Device-seconds, which are 0 for a function."""
     size: Ints
     """Number of devices."""
     first: Ints
-    """First rank of the mesh, for single candidates; -1 for other groups."""
+    """First rank of the mesh for single candidates, and -1 for other groups."""
     rows: Ints
     """Smallest DP degree."""
     most_rows: Ints
@@ -70,7 +70,7 @@ class CandidateGroups:
     working: Floats
     """Bytes that the call needs while it runs, with loaded parameters and communicators."""
     limit: Floats
-    """Usable bytes of a device: the maximum over the candidates."""
+    """Usable bytes of a device. This is the maximum over the candidates of the group."""
     layouts: Layouts
     """Layout of one candidate of each group of level `LAYOUT`."""
     may_keep: Bools
@@ -95,7 +95,8 @@ class CandidateGroups:
 
 
 def _number_parts(tables: Tables, columns: Columns) -> Ints:
-    """Number the shapes of node parts that meshes span, [candidates]; equal numbers mean equal parts of nodes."""
+    """Number the parts of nodes that the mesh of each candidate spans, [candidates]. Meshes with equal numbers span
+    equal numbers of devices on their nodes."""
     cluster = tables.problem.cluster
     numbers: dict[Cluster, int] = {}
     ends = cluster.size + 1

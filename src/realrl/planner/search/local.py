@@ -12,16 +12,16 @@ from realrl.planner.search.tables import Tables
 from realrl.program.arrays import Floats, Ints
 
 Move = tuple[list[int], Ints]
-"""Some calls, and the candidates that they may get instead of their current ones, [calls, moves]."""
+"""Some calls, and the candidates that they may get instead of their current candidates, [calls, changes]."""
 
 
 def improve_locally(scorer: Scorer, bound: Bound, assignment: Ints, *, share: float = 1.0) -> Ints:
     """Improve `assignment`, [calls], until no change of one call or one role improves it.
 
     Each round scores all single changes, and then combinations of the best changes of several calls and roles.
-    Changes are not scored if their lower bound rules out an improvement. If the plan does not fit, changes are not
-    scored if their bound is above the best plan that fits. Once a `share` of the effort is spent, the search stops
-    with its current plan.
+    Changes are not scored if their lower bound rules out an improvement. If the plan does not fit, their bound is
+    compared with the best plan that fits. Once a `share` of the effort is spent, the search stops with its current
+    plan.
     """
     moves = list_moves(scorer.timeline.tables)
     score = float(scorer(assignment[:, None])[0])
@@ -54,7 +54,7 @@ def improve_locally(scorer: Scorer, bound: Bound, assignment: Ints, *, share: fl
 def change_calls(assignment: Ints, calls: list[int], candidates: Ints) -> Ints:
     """Copy a plan and change `calls` in each copy, [all calls, plans].
 
-    `assignment`: [all calls]; `candidates`: new candidates of `calls`, [calls, plans].
+    `assignment`: candidate of each call, [all calls]. `candidates`: new candidates of `calls`, [calls, plans].
     """
     plans = np.repeat(assignment[:, None], candidates.shape[1], axis=1)
     plans[calls] = candidates
@@ -66,8 +66,8 @@ def _combine(
 ) -> Ints:
     """Combine the best changes of several moves: the best two, the best three, and so on, [calls, plans].
 
-    `moves`: the calls of each move; `candidates`: their new candidates, [calls, changes]; `scores`: the scores of
-    the changes of all moves, in order. Only changes that score below `score` are combined.
+    `moves`: the calls of each move. `candidates`: their new candidates, [calls, changes] by move. `scores`: the
+    scores of the changes of all moves, in order. Only changes that score below `score` are combined.
     """
     ends = np.cumsum([of.shape[1] for of in candidates])
     best = []
@@ -92,7 +92,8 @@ def _find_promising(
     *,
     memory: bool,
 ) -> list[Ints]:
-    """Find the changes of each move that may take less than `limit` seconds; with `memory`, they may also fit.
+    """Find the changes of each move that may lead to a step below `limit` seconds. With `memory`, changes that
+    cannot fit are left out.
 
     Whole layouts are bounded first, then the remaining kinds, then the remaining single candidates.
     """

@@ -1,8 +1,8 @@
 """Vectorised evaluation of plans: step seconds and peak memory of thousands at once.
 
-`Timeline`, at the end, schedules the activities of a step (`program.step`) under each plan. Its parts stand before
-it: `Facts` gives activities their seconds and bytes, `Hosts` runs functions, `LateRows` delays rows that wait for
-lengths, and `OffloadedState` counts host memory.
+`Timeline`, at the end of this file, schedules the activities of a step (`program.step`) under each plan. The
+classes before it are its parts. `Facts` computes the seconds and bytes of activities, `Hosts` runs functions,
+`LateRows` delays rows that wait for lengths, and `OffloadedState` counts host memory.
 """
 
 from collections import defaultdict
@@ -23,7 +23,7 @@ from realrl.program.step import Activity, Decisions, Phase, StepFacts, find_plac
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 Shared = tuple[int, ...]
-"""Numbers of the activities that share lengths."""
+"""Indices of the activities that share row lengths."""
 
 _NEVER = -np.inf
 _AT_ONCE = 512
@@ -40,20 +40,20 @@ class PlanEvaluation:
     seconds: float
     """Seconds of one step, from its start to the end of its last call."""
     peak_bytes: float
-    """Peak bytes on the peak device: the device that uses the largest fraction of its memory."""
+    """Peak bytes on the peak device, which is the device that uses the largest fraction of its memory."""
     fill: float
-    """Used fraction of that device's memory; a plan with more than 1 does not fit."""
+    """Used fraction of the peak device's memory. A plan with more than 1 does not fit."""
     peak_rank: int
-    """Rank of that device; the lowest point (`Activities`) if several are equally full."""
+    """Rank of the peak device. If several points (`Activities`) are equally full, the first one counts."""
     by_host: bool
-    """Whether the host of that device's node is fuller than any device. The bytes and the fraction are then the
-    host's."""
+    """Whether a host uses a larger fraction of its memory than any device. If so, `peak_bytes` and `fill` describe
+    this host, and `peak_rank` is a rank on its node."""
     start: dict[str, float]
     """Start of each call, in seconds after the start of the step."""
     end: dict[str, float]
     """End of each call, in seconds after the start of the step."""
     reallocation_seconds: dict[str, float]
-    """Seconds of loading, reallocating and refreshing parameters, by call; calls with 0 seconds are left out."""
+    """Seconds of loading, reallocating and refreshing parameters, by call. Calls with 0 seconds are left out."""
 
     @property
     def fits(self) -> bool:
@@ -63,25 +63,25 @@ class PlanEvaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Activities:
-    """Where activities take place, their seconds and their bytes, under each plan.
+    """Devices, seconds and bytes of activities under each plan.
 
-    A point is the first device of a call's mesh. For every device there is a point that lies on all meshes of that
+    A point is the first device of a call's mesh. For every device, there is a point that lies on all meshes of this
     device. The latest end and the peak memory therefore occur at points, and no other device needs a clock. If rows
-    wait for lengths (`LateRows`), the first device behind each mesh is a point, too. Every device then lies on
-    exactly the meshes of the last point that is not behind it.
+    wait for lengths (`LateRows`), the first device after each mesh is also a point. Every device then lies on
+    exactly the meshes of the last point at or before it.
     """
 
     where: Bools
-    """Whether a point participates, [activities, points, plans]; False if the plan does not contain the
-    activity."""
+    """Whether a point takes part in an activity, [activities, points, plans]. False if the plan does not contain
+    the activity."""
     seconds: Floats
-    """Seconds for which points participate, [activities, plans]."""
+    """Seconds for which points take part in an activity, [activities, plans]."""
     grows: Bools
     """Whether an activity allocates or frees memory at a point, [activities, points, plans]."""
     bytes: Floats
     """Bytes that an activity allocates at its start, or, if negative, frees at its end, [activities, plans]."""
     needs: Floats
-    """Further bytes allocated only while it runs, [activities, plans]."""
+    """Further bytes that an activity allocates only while it runs, [activities, plans]."""
 
 
 class Facts(StepFacts):
@@ -111,7 +111,7 @@ class Facts(StepFacts):
         moved."""
 
     def evaluate(self, activities: Iterable[Activity]) -> Activities:
-        """Find where activities take place, their seconds and their bytes."""
+        """Compute the devices, seconds and bytes of activities."""
         where, seconds, grows, change, needs = zip(*map(self._evaluate, activities), strict=True)
         return Activities(
             where=np.array(where),
@@ -148,8 +148,8 @@ class Facts(StepFacts):
         return (columns.load_seconds if activity.frees is None else columns.unload_seconds)[activity.home]
 
     def _sharing_seconds(self, c: int) -> Floats:
-        """Seconds of sharing the lengths of a call's rows, [plans]: its output ranks tell all ranks that need
-        them."""
+        """Seconds to send the lengths of a call's rows from its output ranks to all ranks that need them,
+        [plans]."""
         graph, told = self.tables.graph, self.tables.length_receivers[c]
         keys = sum(graph.keys[key].length == "own" for key in self.tables.calls[c].outputs)
         # Count the ranks in the union of the receivers' meshes, from left to right.
@@ -164,24 +164,27 @@ class Facts(StepFacts):
 
 
 class Hosts:
-    """Hosts of the points. Each host runs the functions of its rank one after the other, beside the device.
+    """Hosts of the points. Each host runs the functions of its rank one after the other, while the device
+    continues.
 
     Times are [points, plans].
     """
 
     def __init__(self, functions: Mapping[int, int], seconds: Floats, points: int) -> None:
-        """`functions`: call -> number of the activity that collects its outputs. The activity that starts a
-        function has the number of the call. `seconds`: those of all calls, [calls, plans].
+        """Create idle hosts. `functions`: index of a function's call -> index of the activity that collects its
+        outputs. The activity that starts a function has the index of its call. `seconds`: seconds of all calls,
+        [calls, plans].
         """
         self._functions, self._seconds = functions, seconds
         self._free = np.zeros((points, seconds.shape[1]))
         self._ends = {call: np.zeros_like(self._free) for call in functions}
 
     def advance(self, activity: Ints, where: Bools, clock: Floats) -> Floats:
-        """Start or collect functions, and return the clocks of points after that.
+        """Start or collect functions, and return the clocks of points afterwards.
 
-        `activity`: number of the activity that each plan has just executed, [plans]. `where`: the points that took
-        part, [points, plans]. `clock`: their clocks after it, as if functions took no time.
+        `activity`: index of the activity that each plan has just executed, [plans]. `where`: the points that took
+        part, [points, plans]. `clock`: clocks of points after the activity, as if functions took no time, [points,
+        plans].
         """
         for call, collecting in self._functions.items():
             started = where & (activity == call)
@@ -195,10 +198,10 @@ class Hosts:
         return clock
 
     def handed_on(self, activity: Ints, where: Bools, clock: Floats) -> Iterator[tuple[int, Bools, Floats]]:
-        """Yield each function that some plans have just collected, these plans, and the time at which their last
-        point has collected it, [plans].
+        """Yield each function that some plans have just collected. Also yield which plans these are, and the time
+        at which their last point has collected its outputs, [plans] each.
 
-        The arguments are as for `advance`; `clock` is what `advance` returned.
+        The arguments are those of `advance`, except that `clock` is the result of `advance`.
         """
         for call, collecting in self._functions.items():
             plans = activity == collecting
@@ -206,18 +209,20 @@ class Hosts:
                 yield call, plans, (clock * where).max(axis=0)
 
     def end(self, call: int) -> Floats:
-        """Return the time at which the last rank has ended a function, [plans]."""
+        """Return the time at which a function has ended on all ranks, [plans]."""
         return self._ends[call].max(axis=0)
 
 
 class LateRows:
-    """Send times of rows that wait for lengths: these lengths decide how the items of their reader are divided.
+    """Send times of rows that wait for lengths. Rows wait if these lengths decide how the items of their reader are
+    divided.
 
-    A device has the clock of the last point that is not behind it (`Activities`). Times are [plans].
+    A device has the clock of the last point at or before it (`Activities`). Times are [plans].
     """
 
     def __init__(self, facts: Facts, sharing: Mapping[int, int]) -> None:
-        """`sharing`: number of an activity that shares the lengths of a call's rows -> the call."""
+        """Start with no lengths shared. `sharing`: index of an activity that shares the lengths of a call's rows ->
+        index of the call."""
         late = facts.tables.late_lengths
         activities = {call: activity for activity, call in sharing.items()}
         plans = facts.columns.first.shape[1]
@@ -232,8 +237,8 @@ class LateRows:
         self._sharing = {activity for _, shared in self._sent for activity in shared}
 
     def advance(self, activity: Ints, clock: Floats) -> None:
-        """Note which lengths each plan has just shared. `activity`: its number, [plans]; `clock`: [points,
-        plans]."""
+        """Record when each plan shares lengths. `activity`: index of the activity that each plan has just executed,
+        [plans]. `clock`: clocks of points, [points, plans]."""
         for number in self._sharing:
             known = activity == number
             if not known.any():
@@ -247,7 +252,7 @@ class LateRows:
     def delay(self, activity: Ints, arrival: Floats, waits: Floats) -> Floats:
         """Return the time at which all inputs of an activity's call have arrived, [plans].
 
-        `arrival`: time at which all inputs but the late rows have arrived. `waits`: seconds from the moment at
+        `arrival`: time at which all inputs except the late rows have arrived. `waits`: seconds from the moment at
         which a producer's rows can be sent until they have arrived, [calls, plans].
         """
         for reader, inputs in self._readers.items():
@@ -260,30 +265,30 @@ class LateRows:
 
 
 def _find_senders(facts: Facts, call: int) -> Bools:
-    """Tell which points have the clock of a rank that sends the rows of a call, [points, plans].
+    """Find which points have the clock of a rank that sends the rows of a call, [points, plans].
 
     The senders are one rank per data-parallel index, on the last pipeline stage.
     """
     placed, point = facts.tables.layouts(call)[facts.columns.layout[call]], facts.point
     end = placed.first + placed.size
     last_stage = end - placed.size // placed.stages
-    # A point stands for the devices from itself to the next point, `behind`. `first` is the first sender among
-    # them.
+    # A point stands for all devices from itself up to the next point, `behind`. `first` is the first sender among
+    # these devices.
     behind = np.where(point[None] > point[:, None], point[None], end).min(axis=1)
     first = last_stage + -(-np.maximum(point - last_stage, 0) // placed.cuts) * placed.cuts
     return first < np.minimum(behind, last_stage + placed.shares * placed.cuts)
 
 
 class OffloadedState:
-    """Host memory of nodes under the roles that plans offload.
+    """Host memory of nodes that the offloaded state of roles uses.
 
-    Not every node needs to be looked at. Along the nodes of a cluster, the used fraction grows only at the first
-    node of a home, at its second node (the first that it may fill), and at nodes that differ from the node before.
-    A point is a rank of a home on such a node.
+    Only some nodes can have the largest used fraction. From one node to the next, the fraction grows only at the
+    first node of a home, at its second node (the first that it may fill), and at nodes that differ from the node
+    before. A point is a rank of a home on such a node.
     """
 
     def __init__(self, problem: Problem, homes: Iterable[int]) -> None:
-        """`homes` are the calls in whose placements roles live."""
+        """Count host memory of `homes`, the calls in whose placements roles keep their parameters."""
         cluster = problem.cluster
         self._homes = sorted(set(homes))
         self._nodes = find_nodes(cluster)
@@ -319,7 +324,7 @@ class OffloadedState:
 
 @dataclass(frozen=True, kw_only=True)
 class _Steps:
-    """Schedules of plans. `start` and `end` of calls are [calls, plans], in seconds."""
+    """Schedules of plans. `start` and `end` are those of calls, [calls, plans], in seconds."""
 
     activities: Activities
     start: Floats
@@ -331,18 +336,18 @@ class _Steps:
     host_points: Ints
     """Ranks on whose nodes host memory is counted (`OffloadedState`), [points, plans]."""
     host_fill: Floats
-    """Fraction of host memory that offloaded state takes there, [points, plans]."""
+    """Fraction of host memory that offloaded state takes on the nodes of `host_points`, [points, plans]."""
 
 
 class Timeline:
     """Vectorised evaluator of plans by a list schedule of the step.
 
     The schedule follows the order of programs (`program.lower`) and agrees with their simulation. Calls are grouped
-    into waves; the calls of a wave share no device and do not depend on each other. A device executes its
-    activities wave by wave. In a wave it loads and reallocates parameters, runs its call, shares row lengths, and
-    updates moving averages. A call starts once it has received its inputs, from one producer after the other, and
-    its devices must be free for that. Functions run on hosts beside the devices, on each rank by itself; ranks wait
-    for them only before calls that need their outputs. Steps do not overlap.
+    into waves. The calls of a wave share no device and do not depend on each other. A device executes its
+    activities wave by wave. In a wave, it loads and reallocates parameters, runs its call, shares row lengths, and
+    updates moving averages. Once its devices are free, a call receives its inputs from one producer after the
+    other, and then starts. Functions run on the host of each rank while its device continues. A rank waits for a
+    function only before a call that needs its outputs. Steps do not overlap.
 
     A device always holds the resident bytes of its roles, the kept copies of parameters and its communicators. It
     temporarily holds other replicas in use, the working memory of a running call, and parameters loaded from host
@@ -361,7 +366,7 @@ class Timeline:
         )
         self._storing = np.flatnonzero([*stores])
         self._together = np.array([of.together for of in activities])
-        # Row lengths are shared once the call has ended; other activities do not wait for calls in this way.
+        # Row lengths are shared once the call has ended. Other activities do not wait for calls in this way.
         self._sharing = {a: of.call for a, of in enumerate(activities) if of.phase in _SHARING}
         owner = np.array([of.call for of in activities])
         same = owner == np.arange(len(tables.calls))[:, None]
@@ -374,10 +379,11 @@ class Timeline:
         return activity.phase is not Phase.RELEASE
 
     def __call__(self, assignment: Ints) -> tuple[Floats, Floats]:
-        """Return the step seconds of plans, and the largest used fraction of device or host memory, both [plans].
+        """Return the step seconds of plans, and the largest used fraction of any device's or host's memory, both
+        [plans].
 
         A plan with a fraction above 1 does not fit. `assignment`: the candidate index of each call, [calls, plans],
-        calls in the order of the graph.
+        with calls in the order of the graph.
         """
         parts = (assignment[:, i : i + _AT_ONCE] for i in range(0, assignment.shape[1], _AT_ONCE))
         steps = [self._schedule(self.tables.gather(part)) for part in parts]
@@ -441,7 +447,7 @@ class Timeline:
         everywhere = _along(activities.where, order)
         delays = delay.take(places)
         seconds = activities.seconds.take(places)
-        # Reallocations that send nothing do not synchronise ranks. The first `n` activities are the calls' own.
+        # Reallocations that send nothing do not synchronise ranks. The first `n` activities are the runs of calls.
         together = self._together[order] & ((order < n) | (seconds > 0))
         points = facts.inside.shape[1]
         hosts = Hosts(self._functions, facts.seconds, points)
@@ -460,14 +466,16 @@ class Timeline:
             if self._functions:
                 clock = hosts.advance(order[k], where, clock)
                 for call, among, last in hosts.handed_on(order[k], where, clock):
-                    # Other calls receive its outputs only after this moment, so for them it is the function's end.
+                    # Other calls receive the outputs only after this moment, so for them the function ends at this
+                    # moment.
                     end[call, among] = last[among]
         for call in self._functions:
             end[call] = hosts.end(call)
         return end[:n], clock
 
     def _peak_bytes(self, facts: Facts, activities: Activities, order: Ints) -> Floats:
-        """Return the peak bytes of the first device of each call's mesh, [calls, plans]; infinite if infeasible."""
+        """Return the peak bytes of the first device of each call's mesh, [calls, plans]. They are infinite if a
+        plan is infeasible."""
         columns = facts.columns
         tables = self.tables
         held = np.zeros(facts.inside.shape[1:])
@@ -489,10 +497,10 @@ class Timeline:
         return np.where(self._infeasible(facts), np.inf, peak[: len(tables.calls)])
 
     def _infeasible(self, facts: Facts) -> Bools:
-        """Tell which plans no program can execute, [plans].
+        """Find the plans that no program can execute, [plans].
 
-        They train a role outside its primary placement, or let calls that share parameters differ in sequence
-        parallelism, or offload weights that several roles share.
+        Such plans train a role outside its home, or let calls that share parameters differ in sequence parallelism,
+        or offload weights that several roles share.
         """
         columns, tables = facts.columns, self.tables
         found = np.zeros(columns.first.shape[1], dtype=bool)
@@ -532,10 +540,11 @@ class Timeline:
         return found
 
     def _receiving(self, columns: Columns) -> tuple[Floats, Floats]:
-        """Return two delays that activities have because they receive inputs.
+        """Compute two delays of activities that receive inputs.
 
         The first counts from the moment at which the devices are free, [activities, plans]. The second counts from
-        the end of a producer, [calls, activities, plans]; it includes the inputs received after that producer's.
+        the end of a producer, [calls, activities, plans]. It includes the inputs received after those of that
+        producer.
         """
         shape = (len(self._activities), columns.first.shape[1])
         delay = np.zeros(shape)

@@ -8,7 +8,7 @@ from realrl.program.arrays import Ints
 _HOT, _COLD = 0.1, 0.001
 """Initial and final temperature, as a fraction of the best score."""
 _EXCHANGE = 25
-"""Rounds between replacements of the worst chains by copies of the best."""
+"""Number of rounds after which copies of the best chains replace the worst chains."""
 
 
 def anneal(scorer: Scorer, starts: Ints, *, rounds: int, chains: int, seed: int, share: float = 1.0) -> Ints:
@@ -16,9 +16,9 @@ def anneal(scorer: Scorer, starts: Ints, *, rounds: int, chains: int, seed: int,
 
     Chains start from random plans of `starts`, [calls, plans]. Returns the chains' final plans, [calls, chains],
     the best first. Candidates are sorted so that similar ones are neighbours, and the distance of a change in that
-    order is log-uniform. The temperature falls with the fraction of `rounds` done, or with the fraction spent of
-    a `share` of the effort, whichever is larger. Every 25 rounds, copies of the best quarter of the chains replace
-    the worst quarter. Results are reproducible by seed.
+    order is log-uniform. The temperature falls with the fraction of `rounds` done, or with the fraction spent of a
+    `share` of the effort, whichever is larger. Every `_EXCHANGE` rounds, copies of the best quarter of the chains
+    replace the worst quarter. Results are reproducible by seed.
     """
     rng = np.random.default_rng(seed)
     tables = scorer.timeline.tables
@@ -58,7 +58,7 @@ def anneal(scorer: Scorer, starts: Ints, *, rounds: int, chains: int, seed: int,
 
 
 def _similar(scorer: Scorer, call: int) -> Ints:
-    """Sort the candidates of a call by mesh size, degrees and position; returns their indices."""
+    """Sort the candidates of a call by mesh size, degrees and position. Returns their indices."""
     tables = scorer.timeline.tables
     layouts = tables.layouts(call)
     which = tables.candidates(call).layout

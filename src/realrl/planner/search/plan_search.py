@@ -29,7 +29,7 @@ from realrl.program.lower import home_placements, offloaded
 from realrl.program.memory import check_offloading, find_holders, list_sharers
 
 _FEW_NODES = range(8, 17)
-"""Numbers of nodes of a small scenario (`shrink_scenario`). Nearly every plan of so small a cluster is
+"""Numbers of nodes of a small scenario (`shrink_scenario`). On clusters this small, nearly every plan is
 enumerated."""
 
 
@@ -37,7 +37,7 @@ def shrink_scenario(scenario: Scenario) -> tuple[Scenario, int] | None:
     """Return a scenario with fewer nodes and the same number of records per node, and the ratio of node counts.
 
     The new number of nodes is the one in `_FEW_NODES` that leaves the fewest nodes of the given scenario idle.
-    None if nodes differ, if there are few nodes already, or if the small scenario would have no prompt.
+    Returns None if nodes differ, if there are few nodes already, or if the small scenario would have no prompt.
     """
     spec, workload = scenario.spec, scenario.workload
     if len(spec.groups) > 1 or spec.nodes < 2 * max(_FEW_NODES):
@@ -64,16 +64,17 @@ def widen_plan(plan: Plan, by: int, cluster: Cluster) -> Plan:
 
 
 _LITTLE = SearchBudget(plans=10_000, chains=32, rounds=20, nodes=20_000)
-"""Search budget for tuning a preset: only its micro-batches and recomputation vary."""
+"""Search budget for tuning a preset. Only micro-batch sizes and recomputation vary."""
 _SMALL = 0.25
-"""Additional share of the effort for a plan on few nodes. The search on very many nodes starts from it, widened."""
+"""Additional share of the effort for a plan on few nodes. The search on very many nodes starts from this plan,
+widened."""
 _RUNNERS_UP = 3
 """Number of runners-up that are compared with the plan of a search."""
 
 
 @dataclass(frozen=True)
 class UserConstraints:
-    """What a recipe says about plans if it does not name one."""
+    """Constraints of a recipe on plans, if it does not name a plan."""
 
     micro_batch_tokens: int = 8192
     """Micro-batch size of presets, in tokens."""
@@ -102,10 +103,11 @@ class BestPlan:
     estimate: Estimate
     """Estimate of the best plan."""
     fastest: Estimate
-    """The plan with the shortest predicted step, which `estimate` is not if a simpler plan may well be as fast
-    (`choose_plan`)."""
+    """Estimate of the plan with the shortest predicted step. `estimate` is another plan if that plan is simpler and
+    may well be as fast (`choose_plan`)."""
     searched: tuple[Estimate, ...]
-    """The plan of the search first, then plans near it: simpler, runners-up, or with less loss at failures."""
+    """Estimate of the search's plan, then of plans near it: simpler plans, runners-up, and plans that lose less
+    time at failures."""
     found: FoundPlan
     presets: Mapping[str, Estimate | UserError]
     """Preset name -> its estimate, or the error that says why the preset is not possible."""
@@ -116,7 +118,7 @@ class BestPlan:
 
     @property
     def lower_bound(self) -> float:
-        """Lower bound on the step seconds of every searched plan and of this one."""
+        """Lower bound on the step seconds of every searched plan and of the best plan."""
         return min(self.found.result.lower_bound, self.estimate.step_seconds)
 
     @property
@@ -134,11 +136,11 @@ def find_best_plan(
     start: Plan | None = None,
     longest: float = math.inf,
 ) -> BestPlan:
-    """Find the best plan: the plan of a search that starts from presets and `start`, or a plan near it, or a
-    preset.
+    """Find the best plan among presets, the plan of a search that starts from presets and `start`, and plans near
+    it.
 
     Simpler plans that may well be as fast are preferred (`choose_plan`), unless they take more than `longest`
-    seconds. `effort`: limit of the search (see `search_plans`). Raises what `find_plan` raises.
+    seconds. `effort`: limit of the search (see `search_plans`). Raises the errors of `find_plan`.
     """
     begin = time.monotonic()
     presets = make_preset_plans(scenario, constraints)
@@ -191,8 +193,8 @@ def find_plan(
 ) -> FoundPlan:
     """Search for the plan with the shortest step, starting from the presets.
 
-    `tolerance`: optimality gap that ends the search; `presets`: the result of `make_preset_plans`, if the caller
-    has it already. Raises DoesNotFit if no plan fits into device memory, and UserError if a call cannot run on the
+    `tolerance`: optimality gap that ends the search. `presets`: the result of `make_preset_plans`, if the caller
+    already has it. Raises DoesNotFit if no plan fits into device memory, and UserError if a call cannot run on the
     cluster at all.
     """
     constraints = constraints or UserConstraints()
@@ -211,7 +213,8 @@ def find_plan(
 def _find_widened(scenario: Scenario, effort: float, seed: int, constraints: UserConstraints) -> list[Plan]:
     """Find the best plan on few nodes and widen it, if the cluster has very many devices.
 
-    On such a cluster few mesh sizes are enumerated, so its own search might miss a good plan. Empty otherwise.
+    On such a cluster, few mesh sizes are enumerated, so its own search might miss a good plan. For other clusters,
+    the result is empty.
     """
     small = shrink_scenario(scenario) if scenario.spec.size > MANY_DEVICES else None
     if small is None:
@@ -229,9 +232,9 @@ def _find_widened(scenario: Scenario, effort: float, seed: int, constraints: Use
 def make_preset_plans(
     scenario: Scenario, constraints: UserConstraints | None = None
 ) -> dict[str, Plan | UserError]:
-    """Build every preset and tune it, and add user plans unchanged; returns name -> plan.
+    """Build every preset and tune it, and add user plans unchanged. Returns plans by name.
 
-    The value is an error if the plan is not possible, for example because it needs more devices.
+    If a plan is not possible, for example because it needs more devices, its value is the error.
     """
     constraints = constraints or UserConstraints()
     graph = scenario.graph
@@ -261,7 +264,7 @@ def make_preset_plans(
 
 
 def _checked(scenario: Scenario, plan: Plan, constraints: UserConstraints) -> Plan:
-    """Return the plan. Raises UserError if it does not suit the scenario."""
+    """Check a plan and return it. Raises UserError if it does not suit the scenario."""
     if plan.cluster != scenario.spec.cluster:
         raise UserError(f"it is for cluster {plan.cluster}; this is {scenario.spec.cluster}")
     if offloaded(plan) and not constraints.search_space.offload:
@@ -276,8 +279,8 @@ def _checked(scenario: Scenario, plan: Plan, constraints: UserConstraints) -> Pl
 def _check_calls(scenario: Scenario, plan: Plan) -> None:
     """Raise UserError if a call cannot run as planned.
 
-    Either some ranks have no record, or a mesh has several kinds of devices, or calls of an exact model cannot
-    agree bit for bit.
+    This happens if some ranks have no record, if a mesh has several kinds of devices, or if calls of an exact model
+    cannot agree bit for bit.
     """
     if any(model.exact for model in scenario.models.values()):
         plan.check_exact()
@@ -331,7 +334,7 @@ def _keeping(problem: Problem, plan: Plan) -> Problem:
 
 
 def _variants(call: Call, place: Placement, workload: Workload) -> Iterator[Placement]:
-    """Yield variants of a placement in micro-batch size and recomputation; a function has only the placement
+    """Yield variants of a placement in micro-batch size and recomputation. A function has only the placement
     itself."""
     if call.is_function:
         yield place

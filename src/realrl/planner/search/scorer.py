@@ -18,7 +18,7 @@ _WORST = 1e3
 
 @dataclass(frozen=True)
 class Improvement:
-    """Event: a search found a better plan."""
+    """Moment at which a search found a better plan."""
 
     after_seconds: float
     """Seconds since the start of the search."""
@@ -35,7 +35,8 @@ class Scorer:
     """
 
     def __init__(self, timeline: Timeline, effort: float) -> None:
-        """`effort`: limit of the search in scored plans; four bounded sets of plans count as one plan.
+        """Start with no plans scored. `effort`: limit of the search in scored plans. Four bounded sets of plans
+        count as one plan.
 
         Effort is not time, so the result of a search does not depend on how busy the machine is.
         """
@@ -59,7 +60,7 @@ class Scorer:
         return time.perf_counter() - self.started
 
     def used(self, share: float = 1.0) -> float:
-        """Return the spent fraction of a share of the effort; it is 1 or more once the share is spent."""
+        """Return the spent fraction of a share of the effort. It is 1 or more once the share is spent."""
         spent = self.evaluations + self.bounded / _BOUNDED_AT_ONCE
         return spent / (share * self.effort) if self.effort > 0 else np.inf
 

@@ -1,4 +1,5 @@
-"""Search algorithm: score every plan if there are few; otherwise annealing, local search, branch and bound."""
+"""Search algorithm. It scores every plan if there are few plans. Otherwise, it uses annealing, local search, and
+branch and bound."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,12 +22,12 @@ from realrl.program.arrays import Bools, Ints
 
 
 def prune_candidates(problem: Problem) -> tuple[Problem, dict[str, Ints]]:
-    """Remove dominated candidates; also returns the original indices of the remaining candidates, by call.
+    """Remove dominated candidates. Also returns the original indices of the remaining candidates, by call.
 
     A candidate is removed if it does not even fit alone into its devices, or if another candidate of equal layout
-    is at least as good in every cost. For a role that is never reallocated, equal mesh and DP degree suffice. The
-    best plan keeps its step time: the order of the schedule depends only on meshes, so nothing ends later if an
-    activity takes less. Raises DoesNotFit if no candidate of a call remains.
+    is at least as good in every cost. For a role that is never reallocated, the other candidate only needs the same
+    mesh and DP degree. The best plan keeps its step time: the order of the schedule depends only on meshes, so
+    nothing ends later if an activity takes less time. Raises DoesNotFit if no candidate of a call remains.
     """
     kept: dict[str, Ints] = {}
     for call in problem.graph.calls:
@@ -43,7 +44,7 @@ def prune_candidates(problem: Problem) -> tuple[Problem, dict[str, Ints]]:
 
 
 def _find_undominated(layouts: Layouts, costs: Costs, *, by_mesh: bool) -> Ints:
-    """Find the candidates that no other candidate dominates; of equal candidates, the first stays."""
+    """Find the candidates that no other candidate dominates. Of several equal candidates, the first stays."""
     if by_mesh:
         # Candidates of a group exchange rows with the same ranks.
         key = [layouts.first, layouts.size, layouts.shares]
@@ -54,7 +55,8 @@ def _find_undominated(layouts: Layouts, costs: Costs, *, by_mesh: bool) -> Ints:
 
     def hold_less(among: Ints) -> Bools:
         # In a plan, another call may already hold the communicators of the dominated candidate's layout, or another
-        # role its frozen weights. They then cost it nothing, but the better candidate's own may cost extra in full.
+        # role its frozen weights. Then these cost the dominated candidate nothing, but the better candidate may pay
+        # for its own in full.
         code, resident = layouts.codes[among], costs.resident_bytes[among]
         own = (costs.communicator_bytes + costs.base_bytes)[among][:, :, None]
         own = np.where(code[:, :, None] == code[:, None], 0.0, own)
@@ -102,7 +104,8 @@ def _select_candidates(groups: CandidateGroups) -> Ints:
 
 
 def _select_kinds(groups: CandidateGroups, kinds: Ints) -> Ints:
-    """Select the fastest kinds, and evenly spaced ones among the lean kinds, the leanest included."""
+    """Select the fastest kinds, and evenly spaced ones among the lean kinds, including the leanest. A lean kind
+    needs less memory than all faster kinds."""
     ordered = kinds[np.argsort(groups.seconds[kinds] + groups.load[kinds], kind="stable")]
     kept = groups.resident[ordered]
     less = [
@@ -131,13 +134,14 @@ class SearchBudget:
     """Work limits of a search. The search ends earlier once the gap is proven."""
 
     plans: int = 100_000
-    """Largest number of plans of a problem whose plans are all scored. The other limits are for larger problems."""
+    """If a problem has at most this many plans, all of them are scored. The other limits apply to larger
+    problems."""
     chains: int = 128
-    """Annealing chains."""
+    """Number of annealing chains."""
     rounds: int = 1200
-    """Rounds of annealing."""
+    """Number of rounds of annealing."""
     nodes: int = 20_000_000
-    """Nodes of branch and bound."""
+    """Largest number of nodes of branch and bound."""
 
 
 _SHORT_ROUNDS = 60
@@ -145,7 +149,8 @@ _SHORT_ROUNDS = 60
 _CORE = 0.2
 """Share of the effort for the search in the core."""
 _POLISH = 0.1
-"""Additional share for local search, which then improves the plan of the core by candidates outside the core."""
+"""Additional share of the effort for local search, which improves the best plan of the core with candidates outside
+the core."""
 _FIRST_PROOF = 0.6
 """Share of the effort after which the first proof stops and new chains start."""
 
@@ -184,12 +189,13 @@ def search_plans(
 ) -> SearchResult:
     """Search for the plan with the shortest step, and bound all plans from below.
 
-    If a problem has few plans, all are scored. Otherwise the core of the problem is searched first. Chains start
-    from `starts` (presets, for example) and from random plans; local search improves their results. Branch and
-    bound then searches the rest, and stops once the plan is within `tolerance` (relative) of the lower bound. If
-    that takes long, longer chains run before branch and bound continues.
+    If a problem has few plans, all are scored. Otherwise the core of the problem is searched first. Annealing
+    chains start from `starts` (presets, for example) and from random plans, and local search improves their
+    results. Branch and bound then searches the whole problem. It stops once the plan is within `tolerance`
+    (relative) of the lower bound. In the core, longer chains run if branch and bound takes long, before it
+    continues.
 
-    `effort` limits the number of scored plans; bounding four sets of plans counts as scoring one plan. Results are
+    `effort` limits the number of scored plans. Bounding four sets of plans counts as scoring one plan. Results are
     reproducible by seed. Raises DoesNotFit if no plan is found that fits into memory.
     """
     budget = budget or SearchBudget()
@@ -222,7 +228,7 @@ def search_plans(
 
 
 def _score_all(scorer: Scorer, limit: float) -> bool:
-    """Score every plan if there are at most `limit`; returns whether this was so."""
+    """Score every plan if there are at most `limit` plans. Returns whether it did."""
     sizes = scorer.timeline.tables.sizes
     count = prod(map(int, sizes))
     if count > limit:
@@ -298,10 +304,11 @@ def _initial_plans(scorer: Scorer, starts: Sequence[Mapping[str, Candidate]], se
 
 
 def _surviving_candidates(scorer: Scorer, given: Mapping[str, Candidate]) -> list[int] | None:
-    """Return the index of the candidate nearest to a plan's own, by call, among candidates left by pruning.
+    """Return, for each call, the index of the candidate that is nearest to a plan's own candidate, among those that
+    pruning left.
 
-    The nearest candidate has the same mesh, then preferably the same layout, then the shortest seconds. None if
-    some mesh has no candidate left.
+    The nearest candidate has the same mesh, then preferably the same layout, then the shortest seconds. Returns
+    None if some mesh has no candidate left.
     """
     numbers = []
     for call in scorer.timeline.tables.calls:

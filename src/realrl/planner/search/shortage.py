@@ -15,7 +15,7 @@ class Shortage:
     """Memory shortage on one device, or on the host of one node, under the plan nearest to fitting."""
 
     rank: int
-    """Rank of the device, or of a device on the node."""
+    """Rank of the device, or of some device on the node."""
     limit_bytes: float
     needed_bytes: float
     call: str
@@ -25,9 +25,9 @@ class Shortage:
     resident_bytes: dict[str, float]
     """Resident bytes on the device, by role; kept copies are included."""
     node: int | None = None
-    """Node whose host has too little memory for offloaded state; None if a device has too little memory."""
+    """Node whose host has too little memory for offloaded state, or None if a device has too little memory."""
     proven: bool = True
-    """Whether it is proven that no plan fits; otherwise the search found none within its effort."""
+    """Whether it is proven that no plan fits. If false, the search found none within its effort."""
 
     @property
     def factor(self) -> float:
@@ -45,7 +45,7 @@ class DoesNotFit(Exception):
 
 
 def explain_call_shortage(problem: Problem, call: Call, number: int) -> Shortage:
-    """Describe the shortage of a call that does not even fit alone; `number`: index of its leanest candidate."""
+    """Describe the shortage of a call that does not even fit alone. `number`: index of its leanest candidate."""
     candidate, is_home = problem.candidates[call.name][number], problem.is_home(call)
     return Shortage(
         rank=candidate.placement.mesh.first,

@@ -21,9 +21,9 @@ class Columns(Costs):
     """First rank of the mesh. Its ranks are `first` to `end` - 1."""
     end: Ints
     code: Ints
-    """Code of the layout; equal codes mean equal layouts."""
+    """Code of the layout. Equal codes mean equal layouts."""
     layout: Ints
-    """Index of the layout among those of the call."""
+    """Index of the layout among the distinct layouts of the call."""
     limit: Floats
     """Usable bytes of a device."""
 
@@ -48,7 +48,8 @@ class Tables(StepGraph):
         self.possible = tuple(filter(self._is_possible, self.activities))
         """Activities that plans with these candidates may contain."""
         self.reallocation = {a.call: self.transfers(a) for a in self.possible if a.phase is Phase.REALLOCATE}
-        """Call -> seconds of the reallocation before it, by layouts, if its role may live elsewhere."""
+        """Call -> table of the seconds of the reallocation before it. Only calls that are not the home of their
+        role have an entry."""
         self.refreshes = [a for a in self.possible if a.phase in (Phase.REFRESH, Phase.REFRESH_FOLLOWER)]
         self.sharing_homes = [
             tuple(self.number[problem.home(role).name] for role in roles) for roles in problem.sharers
@@ -66,8 +67,8 @@ class Tables(StepGraph):
         return True
 
     def transfers(self, activity: Activity) -> TransferTable:
-        """Return the seconds in which an activity moves parameters from its home to its target, by their
-        layouts."""
+        """Return the table of the seconds in which an activity moves parameters from its home's to its target's
+        layout."""
         call, average = self.calls[activity.call], activity.average
         match activity.phase:
             case Phase.UPDATE_FOLLOWER:
@@ -114,7 +115,7 @@ class Tables(StepGraph):
         return self._layouts[call]
 
     def exchanged(self, columns: Columns, c: int) -> list[Floats]:
-        """Return the seconds of receiving the outputs of each of a call's `feeds`, [plans] each."""
+        """Return the seconds to receive the outputs of each producer in a call's `feeds`, [plans] each."""
         target = self._layouts[c][columns.layout[c]]
         return [
             self.problem.exchange.seconds(

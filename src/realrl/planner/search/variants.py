@@ -1,4 +1,5 @@
-"""Variants of a searched plan: simpler and nearly as fast, runners-up, and better homes of roles if nodes fail."""
+"""Variants of a searched plan: simpler plans that are nearly as fast, runners-up, and better homes of roles if
+nodes fail."""
 
 import numpy as np
 
@@ -12,7 +13,8 @@ from realrl.planner.space.problem import Assignment, Problem
 from realrl.program.arrays import Floats, Ints
 
 _NEAREST = 8
-"""Number of other candidates per train call whose expected step is computed; they have the shortest steps."""
+"""Number of other candidates per train call whose expected step is computed. They are those with the shortest
+steps."""
 _AT_ONCE = 4096
 """Number of plans whose parts are counted at once."""
 
@@ -30,8 +32,8 @@ class Variants:
     def simplify(self, assignment: Assignment, most_seconds: float) -> Assignment:
         """Make a plan simpler, change by change, as long as its step takes at most `most_seconds`.
 
-        Each change leaves the fewest parts (`count_parts`) possible, and the shortest step among equally simple
-        plans.
+        Each change leads to the plan with the fewest parts (`count_parts`). Among equally simple plans, it leads to
+        the one with the shortest step.
         """
         current = self._read(assignment)
         parts = int(self._count_parts(current[:, None])[0])
@@ -47,7 +49,8 @@ class Variants:
             current, parts = plans[:, best], int(counts[best])
 
     def find_runners_up(self, assignment: Assignment, count: int) -> list[Assignment]:
-        """Find the fastest neighbours of a plan whose degrees of parallelism differ from it and from each other.
+        """Find the fastest neighbours of a plan whose degrees of parallelism differ from the plan's and from each
+        other's.
 
         Plans that differ only in the position of a mesh count as the same plan.
         """
@@ -66,10 +69,11 @@ class Variants:
         return found
 
     def find_better_home(self, scenario: Scenario, failures: Failures, assignment: Assignment) -> Assignment:
-        """Find the shortest expected step under failures, among a plan and plans that differ in one train call.
+        """Find the plan with the shortest expected step under failures, among a plan and plans that differ from it
+        in one train call.
 
-        A search minimises the step without failures. The placement of the trained roles also decides how long
-        writing checkpoints and restarting takes. Only the fastest plans that differ in a call are tried.
+        The search minimises the step without failures. But the placement of trained roles also decides how long it
+        takes to write checkpoints and to restart. For each train call, only the `_NEAREST` fastest plans are tried.
         """
 
         def expect(choice: Assignment) -> float:
@@ -94,7 +98,7 @@ class Variants:
         return np.concatenate([change_calls(current, *move) for move in self._moves], axis=1)
 
     def _seconds(self, plans: Ints) -> Floats:
-        """Return the step seconds of plans, [plans]; infinite if a plan does not fit."""
+        """Return the step seconds of plans, [plans]. They are infinite if a plan does not fit."""
         if not plans.shape[1]:
             return np.zeros(0)
         seconds, fill = self._timeline(plans)
