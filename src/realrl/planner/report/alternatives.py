@@ -22,7 +22,7 @@ _PER_CALL = 3
 _NOTHING = 5e-4
 """Relative difference in step time below which two plans count as equally fast."""
 _WORTH_SAYING, _NAMED = 0.15, 2
-"""A term is named if it has at least this fraction of a difference in seconds; and the maximum number of terms."""
+"""Least fraction of a difference in seconds for which a term is named, and maximum number of named terms."""
 
 
 def find_alternatives(
@@ -30,10 +30,10 @@ def find_alternatives(
 ) -> tuple[Alternative, ...]:
     """Find the most informative alternatives for each call.
 
-    They are the best ones that differ in one respect: devices, parallel degrees, data type, ZeRO stage, micro-batch
-    size, recomputation, offloading, or kept copies. One more would be faster but does not fit. `step_seconds`:
-    predicted step of `assignment`; an alternative's step adds the difference of their timelines. `offload`: whether
-    offloading frees memory.
+    They are the fastest candidates that differ in one respect: devices, parallel degrees, data type, ZeRO stage,
+    micro-batch size, recomputation, offloading, or kept copies. One further candidate would be faster but does not
+    fit. `step_seconds`: predicted step of `assignment`. To predict an alternative's step, the difference of their
+    timelines is added. `offload`: whether offloading frees memory.
     """
     alternatives: list[Alternative] = []
     search_space = SearchSpace(micro_batch_tokens=(), offload=offload)
@@ -53,9 +53,9 @@ def find_alternatives(
 def _with_neighbours(
     scenario: Scenario, problem: Problem, assignment: Assignment, call: Call, search_space: SearchSpace
 ) -> Problem:
-    """Restrict other calls to their chosen candidates, and extend this call by neighbours of its own.
+    """Restrict all other calls to their chosen candidates, and add neighbours of the chosen candidate to `call`.
 
-    The chosen candidate comes first; neighbours are added whether they fit or not.
+    The chosen candidate comes first. Neighbours are added even if they do not fit.
     """
     fixed = {name: (candidate,) for name, candidate in problem.chosen_candidates(assignment).items()}
     plan = problem.plan(assignment)
@@ -69,7 +69,7 @@ def _with_neighbours(
 
 
 def _possible(scenario: Scenario, plans: Iterable[Plan]) -> Iterator[Plan]:
-    """Plans that leave no rank without a record."""
+    """Yield the plans that give every rank at least one record."""
     for plan in plans:
         try:
             for call in scenario.graph.calls:
@@ -80,7 +80,8 @@ def _possible(scenario: Scenario, plans: Iterable[Plan]) -> Iterator[Plan]:
 
 
 def _neighbours(scenario: Scenario, call: Call, placement: Placement) -> Iterator[Placement]:
-    """Placements on the same devices with one degree halved in favour of DP, or with recomputation toggled."""
+    """Yield a placement, then variants on the same devices: with one degree halved in favour of DP, or with
+    recomputation toggled."""
     yield placement
     s = placement.strategy
     changes: list[Strategy] = []
@@ -100,7 +101,7 @@ def _neighbours(scenario: Scenario, call: Call, placement: Placement) -> Iterato
 
 @dataclass(frozen=True, kw_only=True)
 class _View:
-    """Candidates of one call beside the chosen one, which is candidate 0."""
+    """Candidates of one call, to compare with the chosen candidate, which has index 0."""
 
     scenario: Scenario
     problem: Problem
@@ -157,7 +158,8 @@ class _View:
         slower = other.seconds - base.seconds
         now, before = self._terms(other, candidate), self._terms(base, self.candidates[0])
         terms = {name: now.get(name, 0.0) - before.get(name, 0.0) for name in {**now, **before}}
-        # The remainder: calls that now need the same devices, or that depend on this one, run later.
+        # The remaining seconds come from calls that run later, because they now need the same devices or depend on
+        # this call.
         terms["waiting"] = slower - sum(terms.values())
         named = [
             f"{name} {_seconds(seconds)}"
@@ -177,8 +179,9 @@ class _View:
 
 
 def _pick(candidates: tuple[Candidate, ...], seconds: list[float], fill: list[float]) -> list[int]:
-    """Choose candidates by index: in each respect the fastest one that is slower than candidate 0, and one that
-    does not fit. The latter is nearest to fitting among the candidates that would be much faster."""
+    """Choose the indices of informative candidates. In each respect, this is the fastest candidate that is slower
+    than candidate 0. One further candidate does not fit. It is nearest to fitting among the candidates that would
+    be much faster."""
     others = range(1, len(candidates))
     slower = seconds[0] * (1 + _NOTHING)
     faster = seconds[0] * (1 - _NOTHING)
@@ -208,7 +211,7 @@ _RESPECTS: Mapping[str, Callable[[Candidate], object]] = {
 
 
 def _respect(chosen: Candidate, other: Candidate) -> str | None:
-    """Find the most important respect in which a candidate differs; None if it only offloads more."""
+    """Find the most important respect in which a candidate differs. Returns None if it only offloads more."""
     differs = (name for name, find in _RESPECTS.items() if find(chosen) != find(other))
     respect = next(differs, "micro-batch")
     more = other.offload > chosen.offload or other.offload_optimizer > chosen.offload_optimizer

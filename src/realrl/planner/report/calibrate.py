@@ -23,15 +23,15 @@ def describe_times(
     models: Mapping[str, StoredModel],
     functions: Iterable[str] = (),
 ) -> tuple[str, ...]:
-    """Describe where times of models on a cluster come from, and what speaks against those measured.
+    """Describe the sources of predicted times of models on a cluster, and the caveats of measured times.
 
-    Also says which `functions`, by their references, count no time.
+    Also names the `functions` (by reference) that count no time, because no run has measured them.
     """
     return *_model_times(profile, path, spec, models), *_unmeasured(profile, spec, functions)
 
 
 def _unmeasured(profile: Profile | None, spec: ClusterSpec, functions: Iterable[str]) -> list[str]:
-    """Functions that no run has measured on devices of this kind."""
+    """Describe the functions that no run has measured on devices of this kind."""
     used = profile is not None and profile.device in {group.device.name for group in spec.groups}
     unknown = [
         name
@@ -48,7 +48,7 @@ def _unmeasured(profile: Profile | None, spec: ClusterSpec, functions: Iterable[
 def _model_times(
     profile: Profile | None, path: str, spec: ClusterSpec, models: Mapping[str, StoredModel]
 ) -> tuple[str, ...]:
-    """Describe the sources of predicted times, and the caveats of those measured."""
+    """Describe the sources of predicted times, and the caveats of measured times."""
     modelled = _describe_models(spec, models)
     if profile is None:
         rough = any(group.device.cpu for group in spec.groups)
@@ -78,7 +78,7 @@ def _model_times(
 
 
 def _find_tables(spec: ClusterSpec, models: Mapping[str, StoredModel]) -> list[str]:
-    """Names of the devices whose tables of measured operators are used."""
+    """List the device kinds whose tables of measured operators are used."""
     if all(model.dtype != TABULATED for model in models.values()):
         return []
     return list(dict.fromkeys(group.device.name for group in spec.groups if group.device.measured))
@@ -100,12 +100,12 @@ def _describe_models(spec: ClusterSpec, models: Mapping[str, StoredModel]) -> tu
 
 
 def _missing(profile: Profile, models: Mapping[str, StoredModel]) -> list[str]:
-    """Roles whose models have no measurements."""
+    """List the roles whose models the profile has not measured."""
     return [role for role, model in models.items() if not profile.degrees(model.shape, model.dtype)]
 
 
 def _degrees(profile: Profile, spec: ClusterSpec, models: Mapping[str, StoredModel]) -> list[int]:
-    """TP degrees that a plan may have and that were not measured for some model."""
+    """List the TP degrees that a plan may have, but that were not measured for some model."""
     lacking: set[int] = set()
     for group in spec.groups:
         if group.device.name == profile.device:
@@ -117,7 +117,7 @@ def _degrees(profile: Profile, spec: ClusterSpec, models: Mapping[str, StoredMod
 
 
 def _doubts(profile: Profile, spec: ClusterSpec) -> list[str]:
-    """Differences between the conditions of the measurements and the present ones.
+    """List differences between the conditions of the measurements and those of the cluster to plan for.
 
     The number of processes per node matters only on a CPU, because they share its cores.
     """
@@ -140,11 +140,12 @@ def _doubts(profile: Profile, spec: ClusterSpec) -> list[str]:
 def calibrate_profile(profile: Profile | None, run: Comparison) -> Profile:
     """Return the profile under which each call of the run is predicted to take its measured median time.
 
-    Of a function, per item of the rank that had most.
+    For a function, the profile gets the median seconds per item on the rank with the most items.
 
     Without a `profile`, the roofline of the first device kind of the run is corrected. Ratios are relative to
-    predictions without corrections, so that repeated calibration changes nothing, and a newer run replaces an older
-    one of the same calls. UserError for a run without predictions, or on other devices than the profile's.
+    predictions without corrections, so calibrating again with the same run changes nothing. A newer run of the same
+    calls replaces an older one. Raises UserError for a run on devices that are unknown to the planner, or that are
+    not of the profile's kind.
     """
     if run.spec is None:
         raise UserError(

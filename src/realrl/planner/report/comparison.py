@@ -24,11 +24,11 @@ COSTS, LENGTHS = "costs.json", "lengths.json"
 """Files of a run directory: a `Comparison`, and quantiles of prompt and answer lengths in tokens."""
 
 VERSION: Literal[1] = 1
-"""Version of the file format; files of other versions are rejected."""
+"""Version of the file format. Files of other versions are rejected."""
 
 
 def _reading(cls: type[Any]) -> BeforeValidator:
-    """Validator that reads a dataclass from its JSON form."""
+    """Return a validator that reads a dataclass from its JSON form."""
     adapter = TypeAdapter[Any](cls)
     return BeforeValidator(lambda value: adapter.validate_python(value) if isinstance(value, dict) else value)
 
@@ -44,13 +44,14 @@ class Seconds(Settings):
 
     @classmethod
     def of(cls, times: Sequence[float]) -> Self:
-        """Summarise at least one time; times below the clock resolution of a nanosecond count as one."""
+        """Summarise one or more times in seconds. Times below one nanosecond, the clock's resolution, count as one
+        nanosecond."""
         times = [max(time, 1e-9) for time in times]
         return cls(median=median(times), least=min(times), most=max(times), steps=len(times))
 
 
 def waiting_for(function: str) -> str:
-    """Name under which it is measured how long ranks wait for a function."""
+    """Return the name of the measurement of how long ranks wait for a function."""
     return f"waiting for {function}"
 
 
@@ -61,14 +62,15 @@ class CallCosts(Settings):
     placement: str
     """Placement in its text form."""
     seconds: Seconds
-    """Time from the last rank's start of the call to the last rank's end; of a function, on the slowest rank."""
+    """Time from the last rank's start of the call to the last rank's end. For a function, this is its time on the
+    slowest rank."""
     waited: Seconds | None = None
-    """Of a function, longest time that a rank spent waiting for it; None of a call that has a model."""
+    """Longest time that a rank waited for a function. None for a call that has a model."""
     predicted_seconds: PositiveFloat | None
     terms: dict[str, float]
     """Predicted seconds by term."""
     bytes: PositiveInt | None
-    """Peak bytes of tensors on a device of the mesh during the call and its reallocation; None if not measured."""
+    """Peak bytes of tensors on a device of the mesh during the call and its reallocation. None if not measured."""
     predicted_bytes: PositiveInt | None
     """Predicted peak bytes, without the allowance for fragmentation."""
 
@@ -83,14 +85,14 @@ class MoveCosts(Settings):
 
 
 class Comparison(Settings):
-    """Measured and predicted costs of a run's training steps; predictions that were not possible are None."""
+    """Measured and predicted costs of a run's training steps. Predictions that were not possible are None."""
 
     format: Literal["realrl costs"] = "realrl costs"
     version: Literal[1] = 1
     cluster: str
     """Cluster as nodes x devices per node."""
     spec: Annotated[ClusterSpec | None, _reading(ClusterSpec)]
-    """Devices of the cluster; None if the planner does not know their kind."""
+    """Devices of the cluster. None if the planner does not know their kind."""
     software: dict[str, str]
     """Versions by package."""
     models: dict[str, Annotated[StoredModel, _reading(StoredModel)]]
@@ -98,22 +100,23 @@ class Comparison(Settings):
     workload: Annotated[Workload, _reading(Workload)]
     """Workload with the measured lengths."""
     step: Seconds
-    """Time between the ends of consecutive steps on the last rank; steps after an evaluation or the like count from
-    their own start."""
+    """Time between the ends of consecutive steps on the last rank. After a pause, such as an evaluation, a step
+    counts from its own start."""
     predicted_step_seconds: PositiveFloat | None
     """Predicted steady-state seconds per step."""
     predicted_interval: Annotated[Interval | None, _reading(Interval)] = None
-    """Seconds between which they were expected with a probability of `LEVEL`; None in older files, too."""
+    """Interval that was predicted to contain the seconds per step with probability `LEVEL`. None if not predicted,
+    and in older files."""
     calls: tuple[CallCosts, ...] = Field(strict=False)
     """Costs of calls, in the order of the graph."""
     reallocations: tuple[MoveCosts, ...] = Field(strict=False)
     reserved_bytes: PositiveInt | None
     """Peak bytes reserved by torch's caching allocator on a GPU, fragmentation included."""
     resident_bytes: PositiveInt | None = None
-    """Largest resident memory of a process after the last of these steps: tensors, libraries, and memory that the
+    """Largest resident memory of any process after the last measured step: tensors, libraries, and memory that the
     host's allocator keeps. None if the system does not report it."""
     peak_resident_bytes: PositiveInt | None = None
-    """Largest resident memory of a process until then."""
+    """Largest resident memory of any process up to the end of the last measured step."""
 
     def save(self, directory: str | Path) -> None:
         """Write the files of a run directory atomically."""
@@ -123,7 +126,7 @@ class Comparison(Settings):
 
     @classmethod
     def load(cls, directory: str | Path) -> Self:
-        """Read the costs of a run from its directory; UserError if there are none of this version."""
+        """Read the costs of a run from its directory. Raises UserError if there are none of this version."""
         path = local_path(str(directory)) / COSTS
         if not path.is_file():
             raise UserError(

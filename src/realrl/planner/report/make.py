@@ -34,11 +34,11 @@ from realrl.planner.uncertainty.ranking import StepSampler, count_parts
 
 _RUNNERS_UP = 2
 _NEAR = 1.25
-"""Step of a runner-up that is worth naming, relative to that of the chosen plan."""
+"""Longest step of a runner-up that is worth naming, relative to the step of the chosen plan."""
 
 
 def list_contenders(scenario: Scenario, best: BestPlan) -> dict[str, Contender]:
-    """List the plans that fit, the fastest first, with interval and probability of being the fastest."""
+    """List the plans that fit, the fastest first. Each has an interval and a probability of being the fastest."""
     found = {CHOSEN: best.estimate}
     if best.fastest.plan != best.estimate.plan:
         found[FASTEST] = best.fastest
@@ -51,7 +51,7 @@ def list_contenders(scenario: Scenario, best: BestPlan) -> dict[str, Contender]:
 def compare_contenders(
     scenario: Scenario, found: Mapping[str, Estimate], sampler: StepSampler
 ) -> dict[str, Contender]:
-    """Compare plans by name, the fastest first."""
+    """Compare several plans. Returns contenders by name, the fastest first."""
     ordered = dict(sorted(found.items(), key=lambda item: item[1].step_seconds))
     return {
         name: Contender(
@@ -65,7 +65,8 @@ def compare_contenders(
 
 
 def _list_runners_up(best: BestPlan) -> list[Estimate]:
-    """List the searched plans that are nearly as fast as the chosen one and have no other name."""
+    """List the searched plans that are nearly as fast as the chosen plan, without those that are listed under
+    another name."""
     named = (best.estimate.plan, best.fastest.plan)
     near = (e for e in best.searched if e.step_seconds <= _NEAR * best.estimate.step_seconds)
     others = [e for e in near if e.plan not in named]
@@ -73,7 +74,7 @@ def _list_runners_up(best: BestPlan) -> list[Estimate]:
 
 
 _PART = 0.25
-"""Effort of a search that only decides between clusters, relative to that for the chosen one."""
+"""Effort of a search that only decides between clusters, relative to the search on the chosen cluster."""
 
 
 def choose_cluster(
@@ -84,12 +85,12 @@ def choose_cluster(
     effort: float = DEFAULT_EFFORT,
     seed: int = 0,
 ) -> tuple[ClusterSpec, tuple[SizeReport, ...]]:
-    """Choose among the first nodes of each group of a cluster; also returns all plans that were made on the way.
+    """Choose among the first nodes of each group of a cluster. Also returns reports on all plans made on the way.
 
-    More nodes never take longer, because a plan may leave some idle. Bisection finds the smallest number that meets
-    a target; within a budget, all affordable nodes are used. If nodes may fail, more nodes can take longer: then
-    half the number is tried, again and again while that is better. Groups are not combined. Raises UserError if
-    prices are missing, or if no step is short or cheap enough.
+    More nodes never make a step longer, because a plan may leave some nodes idle. Bisection finds the smallest
+    number of nodes that meets a target. Within a budget, all affordable nodes are used. If nodes may fail, more
+    nodes can make a step longer. The number of nodes is then halved as long as this makes the step shorter. Groups
+    are not combined. Raises UserError if prices are missing, or if no step is short or cheap enough.
     """
     _check_prices(scenario.spec, wanted)
     offers = [ClusterSpec(str(group), (group,)) for group in scenario.spec.groups]
@@ -141,7 +142,7 @@ def _bisect(
 
 
 def _choose(rows: Sequence[SizeReport], wanted: Wanted) -> SizeReport:
-    """Choose the best row; Raises UserError if none will do."""
+    """Choose the best row. Raises UserError if no row meets the target."""
     fastest = min(rows, key=lambda row: row.step_seconds)
     if fastest.estimate is None:
         refused = "; ".join(f"{row.cluster} {row.refused}" for row in rows)
@@ -160,7 +161,8 @@ def _choose(rows: Sequence[SizeReport], wanted: Wanted) -> SizeReport:
 
 
 def _check_prices(spec: ClusterSpec, wanted: Wanted) -> None:
-    """Raise UserError if prices decide but are missing. With one kind of device, the fewest nodes are cheapest."""
+    """Raise UserError if prices are needed but missing, or if two groups have the same kind of device. With one
+    group, `--target-step` needs no prices, because the fewest nodes are the cheapest."""
     if spec.price_per_hour is None and (wanted.price_per_hour is not None or len(spec.groups) > 1):
         option = "--target-step" if wanted.price_per_hour is None else "--budget"
         raise UserError(
@@ -175,7 +177,8 @@ def _check_prices(spec: ClusterSpec, wanted: Wanted) -> None:
 def _plan(
     scenario: Scenario, constraints: UserConstraints, effort: float, seed: int, target: float | None
 ) -> SizeReport:
-    """Plan a step. Search for one of `target` seconds if the bound does not exclude it."""
+    """Plan a step. If it takes longer than `target` seconds, but the bound does not exclude this target, search
+    longer."""
     search = partial(find_plan, scenario, seed=seed, constraints=constraints)
     try:
         found = search(effort=_PART * effort)
@@ -199,9 +202,9 @@ def compare_sizes(
 ) -> tuple[SizeReport, ...]:
     """Find the best plan on the first nodes of the cluster, for each number in `nodes`.
 
-    `nodes` are ascending, up to the scenario's number of nodes. `effort` limits each search. Each search starts,
-    among others, from the plan before, which leaves the added nodes idle. Raises DoesNotFit if no plan fits even on
-    all nodes.
+    `nodes` are ascending, up to the scenario's number of nodes. `effort` limits each search. Each search also
+    starts from the previous plan, which leaves the added nodes idle. Raises DoesNotFit if no plan fits even on all
+    nodes.
     """
     problem = build_problem(scenario, search_space=constraints.search_space)
     before: Mapping[str, Candidate] = {}
@@ -210,7 +213,7 @@ def compare_sizes(
         part, restricted = scenario.on(scenario.spec.with_nodes(number)), problem.restricted(number)
         try:
             if restricted is None:
-                # Candidates for a large cluster leave out small meshes: search anew on these few nodes.
+                # Candidates for a large cluster leave out small meshes, so these few nodes need a new search.
                 found = find_plan(part, effort=effort, constraints=constraints)
                 plan, result = found.plan, found.result
             else:
@@ -231,7 +234,7 @@ def compare_sizes(
 
 
 def _find_assignments(problem: Problem, candidates: Mapping[str, Candidate]) -> list[Assignment]:
-    """Find the assignment of some candidates; empty if the problem lacks one of them."""
+    """Find the assignment of some candidates. Returns an empty list if the problem lacks one of them."""
     if not candidates or any(one not in problem.candidates[name] for name, one in candidates.items()):
         return []
     return [{name: problem.candidates[name].index(one) for name, one in candidates.items()}]
@@ -240,7 +243,7 @@ def _find_assignments(problem: Problem, candidates: Mapping[str, Candidate]) -> 
 def make_size_report(
     scenario: Scenario, found: Estimate | None, gap: float | None, refused: str | None = None
 ) -> SizeReport:
-    """Build the report of a scenario's number of nodes."""
+    """Build the report on a scenario's number of nodes."""
     spec = scenario.spec
     return SizeReport(
         cluster=spec.name,
@@ -267,11 +270,12 @@ def make_report(
 ) -> PlanReport:
     """Plan a step and compare the plan with presets, alternatives, and other numbers of nodes.
 
-    `nodes` are numbers of nodes to choose from by `objective`; each means the first nodes of the cluster. Without
-    `nodes`, `time` plans for the whole cluster, and `cost` for the number of nodes that makes a step cheapest.
-    `effort` limits the search on the chosen nodes. A search on each of `nodes` before it has the same limit; under
-    `cost` without `nodes`, the searches on all numbers of nodes share it. With `wanted`, `choose_cluster` chooses
-    the cluster. Raises DoesNotFit if no plan fits, and UserError if a call cannot run on the cluster at all.
+    `nodes`: numbers of nodes to choose from by `objective`. Each number means the first nodes of the cluster.
+    Without `nodes`, `time` plans for the whole cluster, and `cost` plans for the number of nodes with the cheapest
+    step. `effort` limits the search on the chosen nodes. The earlier search on each of `nodes` has the same limit.
+    Under `cost` without `nodes`, the searches on all numbers of nodes share this limit. With `wanted`,
+    `choose_cluster` chooses the cluster. Raises DoesNotFit if no plan fits, and UserError if a call cannot run on
+    the cluster at all.
     """
     constraints = constraints or UserConstraints()
     effort = DEFAULT_EFFORT if effort is None else effort
@@ -294,7 +298,7 @@ def make_report(
         scenario, effort=effort, seed=seed, constraints=constraints, start=start, longest=longest
     )
     report = _report(scenario, best, constraints)
-    # The report's own plan replaces the plan that was first made for its number of nodes.
+    # The chosen plan replaces the first plan for the same number of nodes.
     own = make_size_report(scenario, report.chosen, report.gap) if rows else None
     rows = tuple(own if own is not None and row.cluster == own.cluster else row for row in rows)
     return replace(report, sizes=rows, objective=objective)
@@ -304,7 +308,7 @@ def _report(scenario: Scenario, best: BestPlan, constraints: UserConstraints) ->
     found = best.found
     result = best.found.result
     plan = best.estimate.plan
-    # A better preset may not be expressible in the problem; then no alternatives to it can be evaluated.
+    # A better preset may not be expressible in the problem. Then no alternatives to it can be evaluated.
     assignment = result.assignment if plan == found.plan else found.problem.find_assignment(plan)
     step_seconds = best.estimate.step_seconds
     alternatives = (

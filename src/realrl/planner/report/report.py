@@ -18,31 +18,31 @@ _BEST = "proven to be the best by these times"
 
 
 def format_gap(gap: float) -> str:
-    """Format a percentage, rounded up, so that it claims no more than is proven."""
+    """Format a gap as a percentage. It is rounded up, so that it claims no more than is proven."""
     return f"{math.ceil(1000 * gap) / 10:.1f} %"
 
 
 def describe_gap(gap: float) -> str:
-    """Say how near to the best a plan is proven to be: `proven within 0.4 % of the best by these times`.
+    """Describe how near to the best a plan is proven to be, as in `proven within 0.4 % of the best by these times`.
 
-    That is a proof inside the planner's model of time, which measured times may contradict.
+    The proof holds for predicted times, which measured times may contradict.
     """
     return f"proven within {format_gap(gap)} of the best by these times" if gap > 1e-9 else _BEST
 
 
 Objective = Literal["time", "cost", "step", "budget"]
-"""What a number of nodes is chosen by: the shortest step, the cheapest step, the cheapest cluster with a step
-that is short enough, the shortest step within a budget."""
+"""Objective of the choice of a number of nodes. `time`: the shortest step. `cost`: the cheapest step. `step`: the
+cheapest cluster with a step that is short enough. `budget`: the shortest step within a budget."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """Target for the choice of a cluster: one of the two is set."""
+    """Target for the choice of a cluster. Exactly one of the two fields is set."""
 
     step_seconds: float | None = None
-    """Longest step, for the least price per hour."""
+    """Longest step that is short enough. The cluster with the least price per hour is chosen."""
     price_per_hour: float | None = None
-    """Highest price per hour, for the shortest step."""
+    """Highest price per hour. The cluster with the shortest step is chosen."""
 
 
 @dataclass(frozen=True)
@@ -65,16 +65,16 @@ class Contender:
     estimate: Estimate
     outlook: Outlook
     parts: int
-    """What makes it complex (`count_parts`)."""
+    """Number of parts that make the plan complex (`count_parts`)."""
 
 
 CHOSEN, FASTEST, RUNNER_UP = "this one", "fastest found", "runner-up"
-"""Names of plans that have no other."""
+"""Names of plans that are neither presets nor plan files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """Alternative placement of one call, everything else as in the chosen plan."""
+    """Alternative placement of one call. All other calls are placed as in the chosen plan."""
 
     call: str
     placement: Placement
@@ -88,33 +88,33 @@ class Alternative:
     on_device: tuple[str, ...] = ()
     """State kept on devices that the chosen plan offloads: `parameters`, `optimizer`."""
     dtype: Dtype | None = None
-    """Type of the call's parameters; None if the chosen plan has the same."""
+    """Type of the call's parameters. None if the chosen plan has the same type."""
     keep: bool | None = None
-    """Whether copies of the role's parameters in other layouts are kept between uses; None if that is as in the
+    """Whether copies of the role's parameters in other layouts are kept between uses. None if this is as in the
     chosen plan."""
     function: bool = False
-    """Whether the call is a function, which has neither degrees but dp, nor micro-batches."""
+    """Whether the call is a function, which has no degree except dp, and no micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SizeReport:
-    """Best plan on some number of nodes."""
+    """Best plan on a number of nodes."""
 
     cluster: str
     """Name of the cluster of these nodes."""
     kind: str
-    """Kind of the devices of its first node."""
+    """Device kind of the cluster's first node."""
     nodes: int
     devices: int
     estimate: Estimate | None
     gap: float | None
-    """Relative optimality gap on these nodes; None without a plan."""
+    """Relative optimality gap on these nodes. None if there is no plan."""
     refused: str | None
-    """Error message without a plan, for example `needs 93 GiB of 79 GiB during actor.train, ...`."""
+    """Error message if there is no plan, for example `needs 93 GiB of 79 GiB during actor.train, ...`."""
     price_per_hour: float | None
-    """Price of these nodes per hour; None if prices are not given."""
+    """Price of these nodes per hour. None if prices are not given."""
     goodput: "Goodput | None" = None
-    """Prediction of the run with its failures; None without a rate of failures, or a plan."""
+    """Prediction of the run with its failures. None if there is no rate of failures, or no plan."""
 
     @property
     def plan(self) -> Plan | None:
@@ -123,26 +123,26 @@ class SizeReport:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of one step, in expectation if there are failures; infinite without a plan."""
+        """Seconds of one step, or expected seconds if there are failures. Infinite if there is no plan."""
         if self.goodput is not None:
             return self.goodput.step_seconds
         return self.estimate.step_seconds if self.estimate else math.inf
 
     @property
     def repeated_seconds(self) -> float:
-        """Steady-state seconds per step, including the time that failures cost; infinite without a plan."""
+        """Steady-state seconds per step, including the time that failures cost. Infinite if there is no plan."""
         if self.estimate is None:
             return math.inf
         return self.estimate.repeated_seconds / (self.goodput.share if self.goodput else 1.0)
 
     @property
     def device_hours(self) -> float:
-        """Device-hours per step in steady state; infinite without a plan."""
+        """Device-hours per step in steady state. Infinite if there is no plan."""
         return self.repeated_seconds * self.devices / 3600
 
     @property
     def price(self) -> float | None:
-        """Price per step in steady state; None without prices, infinite without a plan."""
+        """Price per step in steady state. None if there are no prices, and infinite if there is no plan."""
         if self.price_per_hour is None:
             return None
         return self.repeated_seconds / 3600 * self.price_per_hour if self.estimate else math.inf
@@ -175,17 +175,18 @@ class PlanReport:
     alternatives: tuple[Alternative, ...]
     """Nearest alternatives, a few for each call."""
     sizes: tuple[SizeReport, ...] = ()
-    """Best plans on the requested numbers of nodes, including this plan's own."""
+    """Best plans on the requested numbers of nodes, including the number that this plan uses."""
     objective: Objective = "time"
     """Objective of the choice of the number of nodes."""
     goodput: "Goodput | None" = None
-    """Prediction of the run with its failures; None without a rate of failures."""
+    """Prediction of the run with its failures. None if there is no rate of failures."""
     expected_bound_seconds: float | None = None
-    """Lower bound on the expected step of every plan of the search space, likewise."""
+    """Lower bound on the expected step seconds of every plan of the search space."""
 
     @property
     def expected_gap(self) -> float:
-        """Relative optimality gap of the expected step; that of the step without failures."""
+        """Relative optimality gap of the expected step. If there is no rate of failures, this is the gap of the
+        step."""
         if self.goodput is None or self.expected_bound_seconds is None:
             return self.gap
         return max(0.0, 1 - self.expected_bound_seconds / self.goodput.step_seconds)

@@ -9,13 +9,13 @@ from realrl.dataflow.call import Kind
 from realrl.planner.simulate.estimate import DeviceMemory, Estimate, MemoryPart, NodeMemory, PartKind
 
 if TYPE_CHECKING:
-    # These load numpy, and pages of plans are written without it.
+    # These modules load numpy, but pages of plans are written without it.
     from realrl.planner.search.shortage import Shortage
     from realrl.planner.simulate.scenario import Scenario
 
 
 def describe_shortage(scenario: "Scenario", shortage: "Shortage") -> str:
-    """Describe a shortage that a search has met; for the wording see `_describe`."""
+    """Describe a shortage that a search has met. `_describe` shows the wording."""
     if shortage.node is not None:
         return _describe_host(shortage.node, shortage.needed_bytes, shortage.limit_bytes)
     call = scenario.graph.call(shortage.call)
@@ -31,7 +31,7 @@ def describe_shortage(scenario: "Scenario", shortage: "Shortage") -> str:
 
 
 def describe_full_device(memory: DeviceMemory) -> str:
-    """Describe the shortage of a device of an estimated plan; for the wording see `_describe`."""
+    """Describe the shortage of a device under an estimated plan. `_describe` shows the wording."""
     peak = memory.peak
     return _describe(memory.rank, peak.bytes, memory.capacity, peak.during, peak.parts)
 
@@ -42,7 +42,8 @@ def describe_full_host(memory: NodeMemory) -> str:
 
 
 def describe_misfit(estimate: Estimate) -> str:
-    """Describe why an estimated plan does not fit: a full host comes first, then the peak device."""
+    """Describe why an estimated plan does not fit. The text is about a full host, or about the peak device if no
+    host is full."""
     full = estimate.full_host
     return describe_full_device(estimate.peak_device) if full is None else describe_full_host(full)
 

@@ -1,4 +1,4 @@
-"""JSON form of plan reports; times are in seconds, sizes in bytes."""
+"""JSON form of plan reports. Times are in seconds, and sizes in bytes."""
 
 import math
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ def report_to_json(report: PlanReport) -> dict[str, Any]:
 
 
 def _goodput(found: "Goodput", gap: float) -> dict[str, Any]:
-    """Convert the prediction of a run with failures; infinite seconds become None."""
+    """Convert the prediction of a run with failures. Infinite seconds become None."""
     expected = found.step_seconds if math.isfinite(found.step_seconds) else None
     return {
         "per_day": found.failures_per_day,
@@ -106,7 +106,7 @@ def _preset(preset: Preset, graph: DataflowGraph) -> dict[str, Any]:
 
 
 def _placement(placement: Placement, *, function: bool) -> dict[str, Any]:
-    """Convert a placement; a function has a mesh and data-parallel ranks only."""
+    """Convert a placement. The placement of a function has only a mesh and a data-parallel degree."""
     strategy = placement.strategy
     if function:
         return {"mesh": str(placement.mesh), "dp": strategy.dp}
