@@ -16,7 +16,8 @@ from realrl.program.order import changed_sets, changes
 class Durations:
     """Duration of each instruction, once all its participants have arrived.
 
-    Feeding, releasing, and metrics of calls take no time: they move a few kilobytes at most, between few ranks.
+    Feeding inputs, releasing memory and collecting metrics count no time, because they move a few kilobytes at
+    most, between few ranks.
     """
 
     def __init__(self, scenario: Scenario, plan: Plan) -> None:
@@ -64,14 +65,14 @@ class Durations:
         return cost.terms
 
     def _stays(self, name: str) -> bool:
-        """Tell whether the parameters of a call stay in device memory, in its layout, from step to step."""
+        """Check whether the parameters of a call stay in device memory, in the call's layout, from step to step."""
         role, layout = self._scenario.graph.call(name).model_role, self._plan[name].layout
         if layout == self._homes[role].layout:
             return role not in self._plan.offload
         return layout in [copy.layout for copy in self._copies.get(role, ())]
 
     def _copy(self, instruction: Load | Offload) -> float:
-        """Return the seconds of a copy between device and host; unchanged parameters are not copied back."""
+        """Return the seconds of a copy between device and host. Unchanged parameters are not copied back."""
         role = instruction.role
         name = instruction.parameter_set
         placement = instruction.placement

@@ -14,7 +14,7 @@ from realrl.program.instructions import Instruction, Load, Offload, Reallocate, 
 
 
 class PartKind(StrEnum):
-    """Kind of a part of memory; the value is its text in reports.
+    """Kind of a part of memory. The value is its text in reports.
 
     Only parameters, gradients and optimizer state belong to a role. Calls need the other parts while they run
     (`planner.memory`), and communicators always exist.
@@ -42,11 +42,11 @@ class MemoryPart:
 
     kind: PartKind
     role: str | None = None
-    """Role to which the state belongs; None for communicators and working memory."""
+    """Role to which the state belongs. None for communicators and working memory."""
     copy: str | None = None
-    """Layout of a copy of the parameters outside the role's home; None at home."""
+    """Layout of a copy of the parameters outside the role's home. None at home."""
     host: bool = False
-    """Whether it is the host copy of offloaded state, on devices whose memory is the host's."""
+    """Whether this is the host copy of offloaded state, on devices whose memory is host memory."""
 
     def __str__(self) -> str:
         if self.role is None:
@@ -65,14 +65,14 @@ class CallEstimate:
     call: Call
     placement: Placement
     terms: Mapping[str, float]
-    """Seconds on its mesh by additive term (`CallCost`)."""
+    """Seconds on the call's mesh by additive term (`CallCost`)."""
     start: float
     """Seconds after the start of the step."""
     end: float
     flops: float
     """Model FLOPs without recomputation: 2 per parameter and token forward, 4 backward, and attention."""
     peak_flops: float
-    """Peak FLOP/s of all devices of the cluster in the call's data type; 0 for a function."""
+    """Peak FLOP/s of all devices of the cluster in the call's data type. 0 for a function."""
 
     @property
     def seconds(self) -> float:
@@ -85,7 +85,7 @@ class MoveEstimate:
 
     instruction: Reallocate
     before: str | None
-    """Call that needs the parameters; None if a persistent replica or a moving average is updated."""
+    """Call that needs the parameters. None if a kept copy or a moving average is updated."""
     start: float
     seconds: float
     sent_bytes: int
@@ -96,7 +96,7 @@ class MoveEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """Execution of an instruction on one rank; its seconds include waiting for other ranks."""
+    """Execution of an instruction on one rank. Its seconds include waiting for other ranks."""
 
     rank: int
     step: int
@@ -106,7 +106,8 @@ class Slice:
     """Part of `seconds` spent waiting for other participants, or for the function whose outputs are needed."""
     instruction: Instruction
     host: bool = False
-    """Whether the instruction is a function, which runs on the host beside the rank's other instructions."""
+    """Whether the instruction is a function, which runs on the host while the rank's other instructions
+    continue."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ class DeviceMemory:
 
     @cached_property
     def peak(self) -> Footprint:
-        """Largest footprint; the resident memory if the device takes part in no call."""
+        """Largest footprint, or the resident memory if the device takes part in no call."""
         return max(self.footprints, key=lambda f: f.bytes, default=Footprint("rest", self.resident))
 
 
@@ -152,22 +153,22 @@ class NodeMemory:
 
     @property
     def fill(self) -> float:
-        """Used fraction; infinite if no host memory is left for offloaded state."""
+        """Used fraction of the capacity. It is infinite if no host memory is left for offloaded state."""
         return self.bytes / self.capacity if self.capacity > 0 else math.inf if self.bytes else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Predicted step of a plan; times are in seconds."""
+    """Predicted step of a plan. Times are in seconds."""
 
     plan: Plan
     step_seconds: float
     """Seconds of one isolated step, from its start until the last rank has finished it."""
     repeated_seconds: float
-    """Steady-state seconds per step: ranks start the next step as soon as they finish one. If steps update
-    different moving averages, this is their weighted mean."""
+    """Steady-state seconds per step, in which ranks start the next step as soon as they finish one. If steps update
+    different moving averages, this is the weighted mean over the kinds of steps."""
     tokens: float
-    """Tokens of a step, prompts and answers together."""
+    """Number of tokens of a step, prompts and answers together."""
     calls: Mapping[str, CallEstimate]
     """Calls by name, in order of their start."""
     moves: tuple[MoveEstimate, ...]
@@ -180,7 +181,7 @@ class Estimate:
 
     @cached_property
     def peak_device(self) -> DeviceMemory:
-        """Peak device: the one with the largest used fraction of its memory."""
+        """The device with the largest used fraction of its memory."""
         return max(self.memory, key=lambda device: device.peak.bytes / device.capacity)
 
     @property
@@ -194,7 +195,7 @@ class Estimate:
 
     @property
     def full_host(self) -> NodeMemory | None:
-        """Host whose memory is exceeded most; None if all hosts have enough."""
+        """Host whose memory is exceeded most. None if all hosts have enough memory."""
         return find_full_host(self.hosts)
 
     @property
@@ -230,7 +231,7 @@ class Estimate:
     def terms(self) -> Mapping[str, float]:
         """Device-seconds by term: the terms of model calls, `reallocation`, `offload`, `exchange` and `idle`.
 
-        They add up to `step_seconds` times the number of devices.
+        The terms add up to `step_seconds` times the number of devices.
         """
         total: defaultdict[str, float] = defaultdict(float)
         for call in (call for call in self.calls.values() if not call.call.is_function):
@@ -254,7 +255,7 @@ CONVINCING = 0.8
 
 @dataclass(frozen=True)
 class Interval:
-    """Seconds between which a time lies with probability `LEVEL`. It lies below as often as above."""
+    """Seconds between which a time lies with probability `LEVEL`. It is as often below the interval as above it."""
 
     low: float
     high: float
@@ -276,5 +277,5 @@ class Outlook:
 
 
 def find_full_host(hosts: Sequence[NodeMemory]) -> NodeMemory | None:
-    """Find the host whose memory is exceeded most; None if all hosts have enough."""
+    """Find the host whose memory is exceeded most. Returns None if all hosts have enough memory."""
     return max((host for host in hosts if host.fill > 1), key=lambda host: host.fill, default=None)

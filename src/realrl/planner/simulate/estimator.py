@@ -1,4 +1,4 @@
-"""Prediction of a plan: simulation of its programs with the cost and memory models."""
+"""Prediction of a plan's step, by simulation of its programs with the cost and memory models."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from realrl.program.memory import Memory
 def estimate_plan(scenario: Scenario, plan: Plan) -> Estimate:
     """Predict a step in which all moving averages are due, under a plan that `Plan.check` accepts.
 
-    Raises UserError if a call has fewer records than DP ranks, or if a mesh spans heterogeneous nodes.
+    Raises UserError if a call has fewer records than DP ranks, or if a mesh has several kinds of devices.
     """
     graph = scenario.graph
     homes = home_placements(graph, plan)
@@ -50,7 +50,7 @@ class StepKind:
 
     programs: list[Program]
     share: float
-    """Fraction of all steps that are of this kind."""
+    """Fraction of steps that are of this kind."""
 
 
 def list_steps(scenario: Scenario, plan: Plan) -> list[StepKind]:
@@ -115,7 +115,7 @@ def _moves(scenario: Scenario, programs: Sequence[Program], simulation: Simulati
 
 
 def _before(program: Program, move: Reallocate) -> str | None:
-    """Return the call for which a transient replica is made; None for other reallocations."""
+    """Return the call for which a reallocation makes a temporary copy. Returns None for other reallocations."""
     following = program.instructions[program.instructions.index(move) + 1 :]
     for instruction in following if move.into is None else ():
         if isinstance(instruction, Run) and instruction.role == move.role:
@@ -124,7 +124,7 @@ def _before(program: Program, move: Reallocate) -> str | None:
 
 
 def _once(simulation: Simulation) -> list[Slice]:
-    """Return the slices of the first step's calls and reallocations; one rank stands for ranks that end
+    """Return the slices of the first step's calls and reallocations. One rank stands for all ranks that end
     together."""
     events = {
         (event.instruction, event.start + event.seconds): event

@@ -17,8 +17,8 @@ def compute_footprints(
 ) -> tuple[DeviceMemory, ...]:
     """Compute the memory of every rank through a step of its program.
 
-    `held` describes where state resides between steps. It may have roles that the graph of `scenario` does not use.
-    Models missing from `scenario.models` count no bytes. Raises UserError if a call has fewer records than DP
+    `held` describes where state resides between steps. It may include roles that the graph of `scenario` does not
+    use. Models missing from `scenario.models` count no bytes. Raises UserError if a call has fewer records than DP
     ranks.
     """
     devices = _Devices(scenario, held)
@@ -43,7 +43,7 @@ class _Devices:
         self._known: dict[object, tuple[Mapping[MemoryPart, int], tuple[Footprint, ...]]] = {}
 
     def device(self, program: Program) -> DeviceMemory:
-        """Return the memory of a rank; ranks with equal programs and positions share the result."""
+        """Return the memory of a rank. Ranks with equal programs and positions share the result."""
         runs = (i.placement for i in program.instructions if isinstance(i, Run) and i.role is not None)
         positions = {place: _position(place, program.rank) for place in (*self._held.resting, *runs)}
         alike = (tuple(map(id, program.instructions)), *positions.values())
@@ -61,7 +61,8 @@ class _Devices:
         return {MemoryPart(PartKind.COMMUNICATORS): size} if size else {}
 
     def _footprints(self, program: Program) -> tuple[Footprint, ...]:
-        """Return the footprint of each model call: the peak while it runs or while parameters are moved before it.
+        """Return the footprint of each model call, which is its peak while it runs or while parameters are moved
+        before it.
 
         Reallocations after the last call are attributed to it. Functions hold no device memory.
         """
@@ -87,7 +88,7 @@ class _Devices:
         return tuple(footprints)
 
     def _parts(self, holdings: Holdings) -> dict[MemoryPart, int]:
-        """Sum bytes by part; parameter sets of a role in one layout are one part."""
+        """Sum bytes by part. All parameter sets of a role in one layout are one part."""
         found: Counter[MemoryPart] = Counter()
         for item, size in holdings.items():
             found[self._part(item)] += size
@@ -110,6 +111,6 @@ class _Devices:
 
 
 def _position(place: Placement, rank: int) -> tuple[int, ...] | None:
-    """Return a rank's coordinates on the axes along which memory sizes differ; None outside the mesh."""
+    """Return a rank's coordinates on the axes along which memory sizes differ. Returns None outside the mesh."""
     inside = place.mesh.first <= rank < place.mesh.first + place.mesh.size
     return place.coordinates(rank, axes_dividing(Divided.LAYERS, Divided.MATRICES)) if inside else None

@@ -14,7 +14,7 @@ from realrl.program.trace_file import Event, PredictedMemory, PredictedStep, mak
 
 
 def predict_trace(scenario: Scenario, plan: Plan, steps: int = STEPS) -> list[list[Event]]:
-    """Predict the trace events of start-up and the first steps, by rank (`program.trace.write_trace`)."""
+    """Predict the trace events of start-up and the first steps, by rank (`program.trace_file.write_trace`)."""
     homes = home_placements(scenario.graph, plan)
     kept = kept_copies(scenario.graph, plan, homes)
     durations = Durations(scenario, plan)

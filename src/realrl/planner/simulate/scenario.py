@@ -17,7 +17,7 @@ from realrl.program.order import TrainableParts
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """Inputs of a plan's predicted time and memory; `models` are by role."""
+    """Inputs of a plan's predicted time and memory. `models` maps roles to models."""
 
     graph: DataflowGraph
     models: Mapping[str, StoredModel]
@@ -26,7 +26,7 @@ class Scenario:
     cost: CostModel
     memory: MemoryModel
     failures: Failures | None = None
-    """Failures that the run is expected to meet; plans are then compared by their expected step."""
+    """Failures that the run is expected to meet. If they are given, plans are compared by their expected step."""
 
     @property
     def parts(self) -> TrainableParts:
@@ -35,16 +35,16 @@ class Scenario:
 
     @property
     def keeps_graphs(self) -> bool:
-        """Whether generate calls keep CUDA graphs of decode steps for the next step: only if the step trains a
-        role."""
+        """Whether generate calls keep CUDA graphs of decode steps for the next step. They do only if the step
+        trains a role."""
         return any(self.graph.trained(role) for role in self.graph.roles)
 
     def model(self, call: Call) -> StoredModel | None:
-        """Look up the model that a call uses; None for a function."""
+        """Look up the model that a call uses. Returns None for a function."""
         return None if call.role is None else self.models[call.role]
 
     def call_cost(self, call: Call, placement: Placement) -> CallCost:
-        """Return the time of one execution of a call in a step.
+        """Return the cost of a call in one step.
 
         Raises UserError if there are fewer records than data-parallel ranks.
         """

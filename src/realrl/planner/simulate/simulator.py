@@ -24,9 +24,9 @@ from realrl.program.lower import WRITER
 from realrl.program.text import format_instruction
 
 STEPS = 5
-"""Number of simulated steps; only in the first do all ranks start together."""
+"""Number of simulated steps. All ranks start together only in the first step."""
 SETTLED = 2
-"""First step that is taken to be in steady state."""
+"""Index of the first step that counts as steady state."""
 
 Samples = NDArray[np.float64]
 """Seconds in many samples of a step, [samples]."""
@@ -34,17 +34,18 @@ Time = TypeVar("Time", float, Samples)
 
 
 class SimulationError(Exception):
-    """Error: programs would deadlock, which is a bug of this project."""
+    """Programs would deadlock, which is a bug of this project."""
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """Timeline of several steps; times are in seconds after the start of the first."""
+    """Timeline of several steps. Times are in seconds after the start of the first step."""
 
     events: Mapping[int, Sequence[Slice]]
-    """Executed instructions in order, by one rank of each group of ranks with equal programs."""
+    """Executed instructions in order, by rank. Ranks with equal programs form a group, of which only one rank has
+    an entry."""
     groups: tuple[int, ...]
-    """Representative in `events`, by rank."""
+    """Rank in `events` that represents each rank."""
     ends: tuple[float, ...]
     """End of each step, when its last rank has finished."""
 
@@ -77,12 +78,12 @@ def simulate(
     `seconds`: duration of an instruction once all participants and inputs have arrived. `reporting`: seconds that
     the writing rank needs between two steps, while other ranks begin the next step.
 
-    The simulator blocks ranks as workers block. The ranks of a call start together; so do the ranks of a
-    reallocation that sends anything. Sends, and the sender's side of a report, do not block. A rank starts its next
-    step only when all its messages have been received, because gloo does not buffer for a receiver that has not
-    posted. Nothing else synchronises ranks. Functions run beside the instructions that follow, on each rank by
-    itself and one after the other, until their outputs or metrics are sent or the step ends. Raises SimulationError
-    for a deadlock.
+    The simulator blocks ranks as workers block. The ranks of a call start together, and so do the ranks of a
+    reallocation that sends data. Sends do not block, and neither does the sender's side of a report. A rank starts
+    its next step only when all its messages have been received, because gloo does not buffer a message whose
+    receive is not posted. Nothing else synchronises ranks. Each rank runs its functions one after the other, while
+    it executes the instructions that follow. It waits for a function before it sends the function's outputs or
+    metrics, and at the end of the step. Raises SimulationError for a deadlock.
     """
     simulator = _Simulator(programs, seconds, steps, max, 0.0, reporting)
     ends = simulator.run()
@@ -115,14 +116,14 @@ class _Group(Generic[Time]):
 
     ranks: tuple[int, ...]
     program: tuple[int, ...]
-    """Indices of instructions."""
+    """Indices of its instructions in `_Simulator.instructions`."""
     clock: Time
     step: int = 0
     position: int = 0
     events: list[Slice] = field(default_factory=list)
-    """Executed instructions; none where many samples are simulated."""
+    """Executed instructions. Empty if many samples are simulated."""
     functions: dict[str, Time] = field(default_factory=dict)
-    """Functions of this step -> when they end."""
+    """Function of this step -> time at which it ends."""
 
     @cached_property
     def members(self) -> frozenset[int]:
@@ -139,7 +140,8 @@ class _Simulator(Generic[Time]):
         start: Time,
         reporting: float,
     ) -> None:
-        """`latest`: the later of two times. `start`: when the first step starts. `reporting`: see `simulate`."""
+        """Prepare a simulation. `latest` returns the later of two times. `start`: start of the first step.
+        `reporting`: as in `simulate`."""
         self.steps = steps
         self.reporting = reporting
         self.latest: Callable[[Time, Time], Time] = latest
@@ -159,7 +161,7 @@ class _Simulator(Generic[Time]):
             for number in dict.fromkeys(group.program):
                 self.members[number].append(group)
         self.sides: dict[object, list[int]] = defaultdict(list)
-        """Indices of the instructions that send or receive a message, by message."""
+        """Indices of the instructions on each side of a message, by (message, `Send` or `Receive`)."""
         for number, instruction in enumerate(self.instructions):
             if isinstance(instruction, Send | Receive):
                 self.sides[instruction.number, type(instruction)].append(number)
@@ -169,7 +171,7 @@ class _Simulator(Generic[Time]):
         """Completion times by (step, instruction) and first rank of a group."""
 
     def run(self) -> list[Time]:
-        """Simulate all steps; return when each of them has ended."""
+        """Simulate all steps. Returns the end of each step."""
         ends = [self.begin] * self.steps
         while any(group.step < self.steps for group in self.groups):
             progress = False
@@ -189,7 +191,8 @@ class _Simulator(Generic[Time]):
                 yield f"rank {group.ranks[0]}, of which something is not taken"
 
     def _advance(self, group: _Group[Time], ends: list[Time]) -> bool:
-        """Execute the group's next instruction or start its next step; False if it still has to wait."""
+        """Execute the group's next instruction or start its next step. Returns False if the group still has to
+        wait."""
         if group.position == len(group.program):
             received = self._all_received(group)
             if received is None:
@@ -220,7 +223,7 @@ class _Simulator(Generic[Time]):
         return True
 
     def _function(self, number: int) -> str | None:
-        """Name of the function that an instruction calls; None if it calls none."""
+        """Return the name of the function that an instruction calls, or None if it calls no function."""
         match self.instructions[number]:
             case Run(call, None, _):
                 return call
@@ -254,7 +257,7 @@ class _Simulator(Generic[Time]):
             group.events.append(event)
 
     def _collected(self, group: _Group[Time], number: int) -> Time:
-        """End of the function whose outputs or metrics the instruction sends; 0 if it sends none."""
+        """Return the end of the function whose outputs or metrics the instruction sends, or 0 if it sends none."""
         match self.instructions[number]:
             case Send(producer=function) | ShareLengths(call=function):
                 return group.functions.get(function, self.begin)
@@ -263,8 +266,8 @@ class _Simulator(Generic[Time]):
         return self.begin
 
     def _start(self, group: _Group[Time], number: int, ready: Time) -> Time | None:
-        """Time at which all dependencies of the instruction are met, for a group that is `ready`; None if not known
-        yet."""
+        """Return the time at which all dependencies of the instruction are met, for a group that is ready at
+        `ready`. Returns None if this is not known yet."""
         instruction = self.instructions[number]
         match instruction:
             case Reallocate() if self.silent[number]:
@@ -281,7 +284,8 @@ class _Simulator(Generic[Time]):
                 return ready
 
     def _all_received(self, group: _Group[Time]) -> Time | None:
-        """Time at which all messages of the group's step have been received; None if not known yet."""
+        """Return the time at which all messages of the group's step have been received, or None if this is not
+        known yet."""
         latest = self.begin
         for number in group.program:
             instruction = self.instructions[number]
@@ -307,9 +311,10 @@ class _Simulator(Generic[Time]):
         numbers: Sequence[int],
         ranks: tuple[int, ...] | None = None,
     ) -> Time | None:
-        """Latest entry of the groups that execute these instructions; None if one has no entry yet.
+        """Return the latest entry of the groups that execute these instructions, or None if a group has no entry
+        yet.
 
-        With `ranks`, only groups that contain one of them count.
+        With `ranks`, only groups that contain one of these ranks count.
         """
         latest = self.begin
         for number in numbers:
@@ -324,7 +329,7 @@ class _Simulator(Generic[Time]):
 
 
 def _numbered(programs: Sequence[Program]) -> tuple[list[Instruction], list[tuple[int, ...]]]:
-    """Distinct instructions, and each program as indices of them.
+    """Return the distinct instructions, and each program as indices of these instructions.
 
     Repetitions of an instruction in one program have different indices.
     """
@@ -337,7 +342,8 @@ def _numbered(programs: Sequence[Program]) -> tuple[list[Instruction], list[tupl
         times: Counter[int] = Counter()
         own = []
         for instruction in program.instructions:
-            # Ranks mostly share the same objects, and hashing them is slow: look up by identity first.
+            # Ranks mostly share the same objects, and hashing them is slow, so they are looked up by identity
+            # first.
             if id(instruction) not in by_identity:
                 by_identity[id(instruction)] = values.setdefault(instruction, len(values))
             value = by_identity[id(instruction)]

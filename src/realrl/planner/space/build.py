@@ -1,4 +1,4 @@
-"""Construction of search problems: enumerate and cost the candidates of every call."""
+"""Construction of search problems, which enumerates the candidates of every call and computes their costs."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,23 +25,25 @@ from realrl.planner.workload.workload import CallWork
 from realrl.program.memory import list_sharers
 
 _FEW_DEVICES = 16
-"""Largest cluster, in devices, for which every run of devices inside a node is a candidate."""
+"""Number of devices of the largest cluster for which every range of devices inside a node is a candidate mesh."""
 _FEW_NODES = 16
-"""Largest number of nodes for which every run of nodes is a candidate."""
+"""Largest number of nodes for which every range of nodes is a candidate mesh."""
 _SMALLEST_BATCH, _LARGEST_PASS = 4096, 16384
 """Tokens of the smallest micro-batch, and of the largest micro-batch outside generation."""
 MANY_DEVICES = 2048
-"""Largest cluster, in devices, for which small meshes are candidates."""
+"""Number of devices of the largest cluster for which small meshes are candidates."""
 _SMALLEST, _SMALLEST_OF_MANY = 128, 16
-"""Meshes smaller than 1/128 of the cluster are left out; 1/16 if the cluster has more than `MANY_DEVICES`."""
+"""Meshes smaller than 1/128 of the cluster are left out. The limit is 1/16 if the cluster has more than
+`MANY_DEVICES` devices."""
 
 
 def list_meshes(spec: ClusterSpec) -> list[Mesh]:
-    """Enumerate meshes: parts of one node, and runs of whole nodes.
+    """Enumerate meshes: parts of one node, and ranges of whole nodes.
 
     On small clusters, parts of a node may begin and end anywhere. Otherwise their size divides the node's, and they
-    begin at multiples of their size. On large clusters, the number of nodes of a run is 4 to 7 times a power of two
-    (or 1, 2 or 3), and the run begins or ends at a multiple of the smallest power of two that holds it.
+    begin at multiples of their size. On large clusters, the number of nodes of a range is 4 to 7 times a power of
+    two (or 1, 2 or 3). The range begins or ends at a multiple of the smallest power of two that is not below this
+    number.
     """
     meshes = [mesh for part in spec.uniform_parts for node in part for mesh in _list_inside(spec, node)]
     bounds = spec.cluster.bounds
@@ -75,7 +77,8 @@ def list_strategies(
     zero: tuple[int, ...] = (1,),
     dtypes: tuple[Dtype | None, ...] = (None,),
 ) -> Iterator[Strategy]:
-    """Enumerate strategies on `size` devices; the TP degree divides `divided`, the devices of every node."""
+    """Enumerate strategies on `size` devices. The TP degree divides `divided`, the number of devices of each
+    node."""
     allowed = {
         "tp": [tp for tp in range(1, min(divided, heads) + 1) if divided % tp == 0],
         "pp": range(1, layers + 1),
@@ -96,8 +99,8 @@ def list_strategies(
 def list_micro_batches(kind: Kind, work: CallWork) -> tuple[int, ...]:
     """Enumerate micro-batch sizes in tokens, from a size that keeps a device busy to a whole mini-batch.
 
-    For generation they count the capacity of the KV cache and grow up to all sequences, since larger decode batches
-    cost less per token.
+    For generation, sizes count the capacity of the KV cache. They grow up to all sequences, because larger decode
+    batches cost less per token.
     """
     whole = work.capacity
     sizes = [max(work.longest, min(_SMALLEST_BATCH, whole // 4))]
@@ -120,7 +123,7 @@ class SearchSpace:
     """Dimensions that a search may vary in addition to meshes and parallel degrees."""
 
     micro_batch_tokens: tuple[int, ...] | None = None
-    """Micro-batch sizes in tokens; None for the sizes of `list_micro_batches`."""
+    """Micro-batch sizes in tokens. None means the sizes of `list_micro_batches`."""
     recompute: tuple[bool, ...] = (False, True)
     offload: bool = True
     keep: bool = True
@@ -128,8 +131,8 @@ class SearchSpace:
     zero: tuple[int, ...] = ZERO_STAGES
     """Stages of ZeRO that train calls may have."""
     dtypes: tuple[Dtype, ...] = ()
-    """Data types that parameters of calls may have in addition to the model's own. Training keeps the model's
-    own."""
+    """Data types that parameters of calls may have in addition to the model's own. Train calls keep the model's own
+    type."""
 
 
 def build_problem(
@@ -220,7 +223,7 @@ class _Builder:
             yield candidate, bool(cost.terms)
 
     def _candidates_on_meshes(self, call: Call, tokens: tuple[int, ...]) -> list[Candidate]:
-        """Cost candidates once per site, and replicate them over all meshes that have it."""
+        """Compute the costs of candidates once per site, and copy them to all meshes with this site."""
         spec = self.scenario.spec
         kinds: dict[DeviceKind, dict[Site, list[Mesh]]] = defaultdict(lambda: defaultdict(list))
         for mesh in self.meshes:
@@ -263,7 +266,7 @@ class _Builder:
                 yield strategy
 
     def _dtypes(self, call: Call) -> tuple[Dtype | None, ...]:
-        """Return the data types that a call's parameters may have; None for the model's own."""
+        """Return the data types that a call's parameters may have. None means the model's own type."""
         graph, model = self.scenario.graph, self.scenario.models[call.model_role]
         # Moving averages and training change parameters in small steps, which another data type would lose.
         follows = graph.home(call.model_role) == call and call.role in {a.role for a in graph.averages}
@@ -272,7 +275,7 @@ class _Builder:
         return None, *(dtype for dtype in self.search_space.dtypes if dtype != model.dtype)
 
     def _choose(self, call: Call, ways: Ways, first: int) -> Ways:
-        """Choose the ways to run a call on a mesh that some best plan may need."""
+        """Choose the ways to run a call on a mesh that a best plan may need."""
         limit = self.scenario.memory.capacity(first)
         needed = count_bytes_alone(ways, is_home=True)
         fitting = ways[needed <= limit]
@@ -293,11 +296,11 @@ class _Builder:
         return add_keeping(ways) if space.keep and len(graph.role_calls(call.model_role)) > 1 else ways
 
     def _shares(self, call: Call) -> bool:
-        """Tell whether other roles have the frozen weights of a call's role."""
+        """Check whether other roles have the same frozen weights as a call's role."""
         return any(call.model_role in roles for roles in self.sharers)
 
     def _fits(self, candidate: Candidate) -> bool:
-        """Tell whether a candidate alone fits into its devices."""
+        """Check whether a candidate alone fits into its devices."""
         limit = self.scenario.memory.capacity(candidate.placement.mesh.first)
         return bool(count_bytes_alone(candidate, is_home=True) <= limit)
 

@@ -1,4 +1,4 @@
-"""Candidates: the ways to run a call, with their costs, one by one and as columns."""
+"""Candidates are the ways to run a call, with their costs. This file has them one by one, and as columns."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -16,7 +16,7 @@ from realrl.program.arrays import Bools, Floats, Ints
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Placement and offloading of a call with its costs; bytes are those of the peak device of the mesh."""
+    """Placement and offloading of a call, with its costs. Bytes are those of the peak device of the mesh."""
 
     placement: Placement
     seconds: float
@@ -24,39 +24,40 @@ class Candidate:
     weights_bytes: float
     """Bytes of a copy of the role's parameters in this layout."""
     resident_bytes: float
-    """Bytes that the role keeps in device memory between calls if this is its primary placement."""
+    """Bytes that the role keeps in device memory between calls if this is its primary placement (home)."""
     working_bytes: float
     """Further bytes that the call needs while it runs, beyond resident bytes and a copy of the parameters."""
     base_bytes: float = 0.0
     """Part of the resident bytes: frozen weights that other roles share if their home has this layout."""
     communicator_bytes: float = 0.0
-    """Bytes of the NCCL communicators of this layout; calls of equal layouts share them."""
+    """Bytes of the NCCL communicators of this layout. Calls of equal layouts share them."""
     host_bytes: float = 0.0
-    """Bytes of host memory for offloaded state, per device; only at the role's primary placement."""
+    """Bytes of host memory per device for offloaded state. 0 except at the role's primary placement."""
     offload: bool = False
-    """Whether the role's parameters are offloaded between uses; only at the role's primary placement."""
+    """Whether the role's parameters are offloaded between uses. False except at the role's primary placement."""
     offload_optimizer: bool = False
-    """Whether gradients and optimizer state are offloaded between uses; only at the primary placement."""
+    """Whether gradients and optimizer state are offloaded between uses. False except at the role's primary
+    placement."""
     keep: bool = False
     """Whether copies of the role's parameters in other layouts are kept between uses, and refreshed whenever the
-    parameters change; only at the role's primary placement."""
+    parameters change. False except at the role's primary placement."""
     load_seconds: float = 0.0
     """Seconds to load offloaded parameters."""
     unload_seconds: float = 0.0
-    """Seconds to offload parameters again: 0 if they never change."""
+    """Seconds to offload parameters again. 0 if they never change."""
     capture_seconds: float = 0.0
     """Further seconds of the call if its parameters have moved in this step (`CallCost.captures`)."""
 
     @property
     def layout(self) -> tuple[int, Degrees, bool, Dtype | None]:
-        """Key of the layout of the parameters: equal keys mean equal layouts."""
+        """Key of the layout of the parameters. Equal keys mean equal layouts."""
         s = self.placement.strategy
         return self.placement.mesh.first, s.degrees, s.shards_parameters, s.dtype
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Costs in columns named like the fields of `Candidate`: [candidates], or [calls, plans]."""
+    """Costs in columns named like the fields of `Candidate`. Their shape is [candidates] or [calls, plans]."""
 
     seconds: Floats
     weights_bytes: Floats
@@ -85,7 +86,7 @@ _read = attrgetter(*COSTS, "placement.strategy.sequence_parallel")
 
 
 def count_bytes_alone(costs: Candidate | Costs, *, is_home: bool) -> Any:
-    """Count the bytes that a device needs at least while a call runs: a number, or a column.
+    """Compute the least bytes that a device needs while a call runs, as a number or a column.
 
     `is_home`: whether this is the role's primary placement.
     """
@@ -98,10 +99,11 @@ def count_bytes_alone(costs: Candidate | Costs, *, is_home: bool) -> Any:
 def find_undominated(
     groups: Ints, columns: Sequence[Floats], also: Callable[[Ints], Bools] | None = None
 ) -> Ints:
-    """Find the rows that no row of their group equals or beats in every column; of equal rows, the first stays.
+    """Find the rows that no other row of their group matches or beats in every column. Of equal rows, the first
+    stays.
 
-    `groups`: number of each row's group. `also`: a condition beyond the columns. Given rows, [groups, members], it
-    tells whether one member is at least as good as another, [groups, one, another].
+    `groups`: number of each row's group. `also`: a function for a further condition. Given rows, [groups, members],
+    it returns whether one member is at least as good as another, [groups, one, another].
     """
     sizes = np.bincount(groups)
     members = np.argsort(groups, kind="stable")
@@ -124,7 +126,7 @@ class CandidateTable(tuple[Candidate, ...]):
 
     @classmethod
     def of(cls, candidates: Iterable[Candidate]) -> "CandidateTable":
-        """Build a table of these candidates. If they are a table already, return it unchanged."""
+        """Build a table of candidates. If they already form a table, return it unchanged."""
         return candidates if isinstance(candidates, cls) else cls(candidates)
 
     @cached_property

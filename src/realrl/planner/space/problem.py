@@ -25,7 +25,7 @@ Assignment = Mapping[str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Search problem of one step; its mappings must not be modified.
+    """Search problem of one step. Its mappings must not be modified.
 
     A role's home (primary placement) holds its parameters between steps. The home is the candidate of the role's
     training call, or of its first call if it is not trained. A call in another layout needs a reallocation before
@@ -38,16 +38,16 @@ class Problem:
     """Candidates by call."""
     transfers: LinkTransfers
     memory_bytes: tuple[float, ...]
-    """Usable bytes per device, by node; equal on all nodes of a mesh."""
+    """Usable bytes per device, by node. They are equal on all nodes of a mesh."""
     exchange: ExchangeModel
     """Time model of data exchange between calls."""
     sharers: tuple[tuple[str, ...], ...] = ()
-    """Groups of roles with the same frozen weights. Roles of a group whose homes have equal layouts hold one copy;
-    these roles must not offload their parameters."""
+    """Groups of roles with the same frozen weights. Roles of a group whose homes have equal layouts hold one copy
+    together. These roles must not offload their parameters."""
     host_memory_bytes: tuple[float, ...] = ()
-    """Bytes of host memory for offloaded state, by node; empty means no limit."""
+    """Bytes of host memory for offloaded state, by node. Empty means no limit."""
     parts: TrainableParts = field(default_factory=dict)
-    """Parts that training updates, by role; roles that train all their parameters are left out."""
+    """Parts that training updates, by role. Roles that train all their parameters are left out."""
 
     def __post_init__(self) -> None:
         if len(self.memory_bytes) != self.cluster.nodes:
@@ -74,7 +74,7 @@ class Problem:
         return table
 
     def select(self, numbers: Mapping[str, Ints]) -> "Problem":
-        """Restrict the problem to some candidates; `numbers`: their indices, by call."""
+        """Restrict the problem to some candidates. `numbers`: indices of these candidates, by call."""
         candidates = {call.name: self.table(call).select(numbers[call.name]) for call in self.graph.calls}
         return replace(self, candidates=candidates)
 
@@ -83,21 +83,21 @@ class Problem:
         return self.graph.home(role)
 
     def is_home(self, call: Call) -> bool:
-        """Tell whether the call's placement is the home of its role; False for a function."""
+        """Check whether the call's placement is the home of its role. Returns False for a function."""
         return call.role is not None and self.home(call.role) == call
 
     def limit(self, placement: Placement) -> float:
         return self.memory_bytes[self.cluster.node(placement.mesh.first)]
 
     def limits(self, call: Call) -> Floats:
-        """Return the usable bytes of each device of each candidate of a call."""
+        """Return the usable bytes per device of each candidate of a call, [candidates]."""
         return np.array(self.memory_bytes)[find_nodes(self.cluster)[self.table(call).layouts.first]]
 
     def chosen_candidates(self, assignment: Assignment) -> dict[str, Candidate]:
         return {call.name: self.candidates[call.name][assignment[call.name]] for call in self.graph.calls}
 
     def find_assignment(self, plan: Plan) -> Assignment | None:
-        """Find the assignment of a plan; None if a call has no such candidate."""
+        """Find the assignment of a plan. Returns None if a call has no such candidate."""
         kept = kept_copies(self.graph, plan, home_placements(self.graph, plan))
         assignment = {}
         for call in self.graph.calls:
@@ -116,7 +116,7 @@ class Problem:
         return assignment
 
     def restricted(self, nodes: int) -> "Problem | None":
-        """Restrict the problem to the first `nodes` nodes; None if some call has no candidate there."""
+        """Restrict the problem to the first `nodes` nodes. Returns None if some call has no candidate on them."""
         cluster = self.cluster.part(0, self.cluster.bounds[nodes])
         candidates = {}
         for call in self.graph.calls:
@@ -134,7 +134,7 @@ class Problem:
         )
 
     def plan(self, assignment: Assignment) -> Plan:
-        """Build the plan of an assignment; roles without copies keep none."""
+        """Build the plan of an assignment. `Plan.keep` names only roles that have copies."""
         candidates = self.chosen_candidates(assignment)
         homes = {role: candidates[self.home(role).name] for role in self.graph.roles}
         away = {

@@ -16,7 +16,7 @@ from realrl.program.memory import StoredModel
 from realrl.program.order import changed_sets
 
 _WORTH_OFFLOADING = 0.05
-"""State that takes a smaller fraction of device memory is not offloaded."""
+"""State that takes less than this fraction of device memory is not offloaded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Ways(Costs):
         return cls(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)})
 
     def candidates(self, meshes: Sequence[Mesh]) -> list[Candidate]:
-        """Make the candidates on each of some meshes, all of one site."""
+        """Make the candidates on each of several meshes, which all have the same site."""
         rows = zip(*(getattr(self, name).tolist() for name in COSTS), strict=True)
         return [
             Candidate(placement=Placement(mesh, strategy), **costs)
@@ -47,7 +47,8 @@ class Ways(Costs):
 def drop_dominated(ways: Ways) -> Ways:
     """Drop a way if another way of the same layout is at least as good in every cost.
 
-    A plan with the better way is also valid, and at least as fast (`prune_candidates`). All meshes have one size.
+    A plan with the better way is also valid, and at least as fast (`prune_candidates`). All ways must be for meshes
+    of one size.
     """
     numbers: dict[tuple[object, ...], int] = {}
     layouts = [
@@ -154,7 +155,7 @@ def _offload_parameters(
     nothing = np.zeros(len(some))
     return replace(
         some,
-        # If only a part of a model is trained, parameters and state may be largest on different stages.
+        # If only a part of a model is trained, parameters and training state may be largest on different stages.
         resident_bytes=np.where(some.offload_optimizer, 0.0, state),
         base_bytes=nothing,
         host_bytes=some.host_bytes + sum(sizes.values(), nothing),
@@ -165,8 +166,8 @@ def _offload_parameters(
 
 
 def _states(scenario: Scenario, model: StoredModel, ways: Ways) -> tuple[Floats, Floats]:
-    """Return the bytes that optimizer offloading frees on the peak device, and the bytes that it needs on the
-    host."""
+    """Return the most bytes that optimizer offloading frees on any device, and the most host bytes that it needs
+    per device."""
     state, kept = np.zeros(len(ways)), np.zeros(len(ways))
     for members, alike in group_strategies(ways.strategies.tolist()):
         state[members], kept[members] = scenario.memory.states(model, alike)

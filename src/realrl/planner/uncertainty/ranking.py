@@ -15,7 +15,8 @@ from realrl.planner.uncertainty.sampled_steps import Draws, StepSamples, sample_
 from realrl.program.lower import home_placements, kept_copies
 
 _TIE = 1e-3
-"""Relative difference in seconds that no measurement shows: of plans that differ off the critical path alone."""
+"""Relative difference in seconds that no measurement shows. Plans that differ only off the critical path differ by
+so little."""
 
 
 class StepSampler:
@@ -39,7 +40,8 @@ class StepSampler:
         return float(np.mean(self(plan).step < self(other).step))
 
     def compare(self, estimates: Mapping[str, Estimate]) -> dict[str, Outlook]:
-        """Find interval and probability of each of several plans, by name; equal plans count as one."""
+        """Find the interval of each plan's step, and its probability of being the fastest, by name. Equal plans
+        count as one."""
         distinct: list[Plan] = []
         for estimate in estimates.values():
             if estimate.plan not in distinct:
@@ -62,8 +64,8 @@ def find_interval(samples: Samples) -> Interval:
 
 
 def _share_first_places(steps: Sequence[Samples]) -> list[float]:
-    """Find the share of samples in which each plan is the fastest; plans within `_TIE` of it share the first
-    place."""
+    """Find the share of samples in which each plan is the fastest. Plans within `_TIE` of the fastest share the
+    first place."""
     seconds = np.array(steps)
     first: NDArray[np.bool_] = seconds <= (1 + _TIE) * seconds.min(axis=0)
     return [float(share) for share in (first / first.sum(axis=0)).mean(axis=1)]
@@ -93,7 +95,7 @@ def choose_plan(
     objective: Callable[[Estimate], float],
     longest: float = math.inf,
 ) -> Estimate:
-    """Choose the best plan by an objective in seconds, unless a simpler one may well be as fast.
+    """Choose the best plan by an objective in seconds, unless a simpler plan may well be as fast.
 
     A rival is at most `MOST_LONGER` slower than the best plan, takes at most `longest` seconds, and is slower with
     a probability below `CONVINCING`. Among the best plan and its rivals, the simplest by `count_parts` is chosen,

@@ -1,4 +1,4 @@
-"""Samples of a step's seconds: its programs simulated with sampled errors of every duration."""
+"""Samples of a step's seconds, from simulations of its programs with sampled errors of every duration."""
 
 import math
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ class Draws:
         self._known: dict[tuple[object, ...], Samples] = {}
 
     def sample_factor(self, spread: float, *about: object) -> Samples:
-        """Sample the ratio of measured to predicted seconds, [samples]: log-normal, with median 1.
+        """Sample the ratio of measured to predicted seconds, [samples]. It is log-normal with median 1.
 
         `spread`: standard deviation of the logarithm. `about`: name of the error. Samples do not depend on which
         errors were sampled before.
@@ -48,8 +48,8 @@ class Draws:
 
 
 TimeSource = Literal["run", "profile", "tables", "data sheet"]
-"""Source of a call's time: a run measured the call itself under the same strategy; or a profile; or tables of
-measured operators; or formulas with figures of data sheets."""
+"""Source of a call's time. `run`: a run measured the call itself under the same strategy. `profile`: a profile.
+`tables`: tables of measured operators. `data sheet`: formulas with figures of data sheets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +63,8 @@ class Spread:
     terms: Mapping[str, float] = field(default_factory=dict)
     """Error of a term in all calls on devices of a kind."""
     other_terms: float = 0.0
-    """Error of each term that `terms` does not name. Bubbles have no error of their own: they scale with the
-    others."""
+    """Error of each term that `terms` does not name. Bubbles have no error of their own, because they scale with
+    the other terms."""
 
     def term(self, name: str) -> float:
         return self.terms.get(name, self.other_terms)
@@ -73,17 +73,18 @@ class Spread:
 SPREADS: Mapping[TimeSource, Spread] = {
     # A run on another day. A measured call has only the error of its median.
     "run": Spread(machine=0.06, call=0.04),
-    # Ranks of a CPU share cores and memory, which costs collectives most; on GPUs there was nothing to compare.
+    # On CPUs, ranks share cores and memory, which slows collectives most. On GPUs, nothing has been compared.
     "profile": Spread(
         machine=0.10,
         call=0.06,
         terms={"tensor": 0.25, "data": 0.2, "pipeline": 0.2, "launch": 0.2},
         other_terms=0.04,
     ),
-    # An engine need not reach what operators take in a table: it has other attention kernels than vLLM, clocks drop
-    # under sustained load, work is spread unevenly. Published training on H100 takes 11 to 32 % longer than
-    # predicted, and decoding on A100 -5 to 10 % (`bench/published_rows.py`). Streaming, host and network are those
-    # of data sheets. Residuals of the tables on rows held out, of 3 to 7 %, are added for each call.
+    # An engine may be slower than the operators in a table. It has other attention kernels than vLLM, clocks drop
+    # under sustained load, and work is spread unevenly. Published training on H100 takes 11 to 32 % longer than
+    # predicted. Published decoding on A100 takes between 5 % less and 10 % more (`bench/published_rows.py`). Times
+    # of streaming kernels, host and network come from data sheets. Residuals of the tables on held-out rows, of 3
+    # to 7 %, are added for each call.
     "tables": Spread(
         machine=0.18,
         call=0.08,
@@ -91,7 +92,8 @@ SPREADS: Mapping[TimeSource, Spread] = {
         other_terms=0.2,
     ),
     # The sources of `Efficiency` allow 0.65 to 0.8 of the peak for products, 0.3 to 0.6 for attention, and 0.77 to
-    # 0.88 of a link; how long a host takes to launch, or ranks to meet, nothing but a measurement tells.
+    # 0.88 of a link. Only a measurement shows how long a host takes to launch kernels, or how long ranks wait for
+    # each other.
     "data sheet": Spread(
         machine=0.2,
         call=0.1,
@@ -99,14 +101,14 @@ SPREADS: Mapping[TimeSource, Spread] = {
         other_terms=0.2,
     ),
 }
-"""Errors by source. Those of tables and data sheets are judgements."""
+"""Errors by source. The errors of tables and data sheets are judgements."""
 
 FUNCTION = Spread(machine=0.0, call=0.15)
 """Errors of functions on the host, whose times runs have measured."""
 
 MOVES: Mapping[str, float] = {"reallocation": 0.4, "exchange": 0.4, "copies": 0.2}
-"""Errors of moves between calls, whose times come from the bandwidths of links: a judgement. Copies between device
-and host use PCIe, which varies less."""
+"""Errors of moves between calls, whose times come from the bandwidths of links. These errors are judgements. Copies
+between device and host use PCIe, which varies less."""
 
 _KINDS = {Reallocate: "reallocation", Receive: "exchange", Load: "copies", Offload: "copies"}
 
@@ -130,7 +132,7 @@ class CallErrors:
     source: TimeSource
     spread: Spread
     residuals: Mapping[str, float] = field(default_factory=dict)
-    """Error of each term in this call alone: the residual of its table."""
+    """Error of each term in this call alone, which is the residual of the term's table."""
 
 
 def find_call_errors(scenario: Scenario, call: Call, placement: Placement) -> CallErrors:
@@ -155,12 +157,13 @@ def find_call_errors(scenario: Scenario, call: Call, placement: Placement) -> Ca
         found = CallErrors("data sheet", SPREADS["data sheet"])
     if nearest is None:
         return found
-    # The run measured other strategies. Their error is the error of the machine as a whole.
+    # The run measured other strategies. From such a run, only the smaller error of the whole machine applies.
     return replace(found, spread=replace(found.spread, machine=SPREADS["run"].machine))
 
 
 def widen(spread: Spread, sweeps: SweepSpread | None) -> Spread:
-    """Add the differences between the sweeps of a profile, because runs will differ as much."""
+    """Add the differences between the sweeps of a profile to the errors, because runs will differ as much as
+    sweeps."""
     if sweeps is None:
         return spread
     terms = {name: hypot(spread.term(name), sweeps.transfers) for name in _TRANSFERS}
@@ -190,7 +193,7 @@ class StepSamples:
 
 
 def sample_step(scenario: Scenario, plan: Plan, draws: Draws) -> StepSamples:
-    """Sample the seconds of a step under a plan; without errors they equal the times of `estimate_plan`."""
+    """Sample the seconds of a step under a plan. Without errors, they equal the times of `estimate_plan`."""
     durations = SampledDurations(scenario, plan, draws)
     step, repeated = np.zeros(draws.count), np.zeros(draws.count)
     for number, kind in enumerate(list_steps(scenario, plan)):
