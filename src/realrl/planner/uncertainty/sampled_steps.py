@@ -157,7 +157,7 @@ def find_call_errors(scenario: Scenario, call: Call, placement: Placement) -> Ca
         found = CallErrors("data sheet", SPREADS["data sheet"])
     if nearest is None:
         return found
-    # The run measured other strategies. From such a run, only the smaller error of the whole machine applies.
+    # The run measured other strategies, so only its error of the machine replaces an error of the other source.
     return replace(found, spread=replace(found.spread, machine=SPREADS["run"].machine))
 
 

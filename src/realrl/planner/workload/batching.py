@@ -18,7 +18,7 @@ Work = TypeVar("Work")
 
 @dataclass(frozen=True)
 class PeakChunk:
-    """Chunk with the peak memory of a call: it has the most tokens and the longest sequences."""
+    """Chunk (micro-batch) with the peak memory of a call. It has the most tokens and the longest sequences."""
 
     sequences: Any
     lengths: Any
@@ -33,25 +33,27 @@ class PeakChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """Micro-batches of one DP rank: numbers for one strategy, or arrays for many (`split_all_work`).
+    """Micro-batches (chunks) of one DP rank. Fields are numbers for one strategy, or arrays for many
+    (`split_all_work`).
 
-    Times assume chunks of equal size; peak memory is that of the largest chunk.
+    Times assume chunks of equal size. Peak memory is that of the largest chunk.
     """
 
     count: Any
     sequences: Any
-    """Mean sequences of a chunk on the busiest rank."""
+    """Mean number of sequences of a chunk on the busiest rank."""
     tokens: Any
-    """Mean tokens of a chunk."""
+    """Mean number of tokens of a chunk."""
     squares: Any
-    """Mean sum of squared lengths of a chunk."""
+    """Mean over chunks of the sum of squared sequence lengths."""
     peak: PeakChunk
 
 
 def split_each(strategies: Strategies, split: Callable[[Strategy], Work]) -> Work:
-    """Call `split` once for all strategies with equal DP and PP degrees and micro-batch tokens.
+    """Call `split` once for each group of strategies with equal DP and PP degrees and micro-batch tokens.
 
-    The results are dataclasses of numbers, and are returned as one dataclass of arrays, [strategies].
+    `split` returns a dataclass of numbers. The results of all strategies are returned as one dataclass of arrays,
+    [strategies].
     """
     known: dict[tuple[int, int, int], int] = {}
     keys = zip(
@@ -63,7 +65,7 @@ def split_each(strategies: Strategies, split: Callable[[Strategy], Work]) -> Wor
 
 
 def _gather(values: Sequence[Any], where: Ints) -> Any:
-    """Gather values at indices in an array, or dataclasses in a dataclass of arrays."""
+    """Gather values at indices into an array. Dataclasses are gathered into a dataclass of arrays."""
     first = values[0]
     if is_dataclass(first) and not isinstance(first, type):
         columns = {f.name: [getattr(value, f.name) for value in values] for f in fields(first)}
@@ -86,8 +88,8 @@ def split_work(work: CallWork, strategy: Strategy, per_stage: int) -> Chunks:
 
     The sequences of a record stay together. The longest records are placed first, and short ones fill the gaps, so
     that all chunks except the last are nearly full. Records of equal length fill chunks evenly. In a pipeline,
-    chunks are equally full, and their number is a multiple of the stages: at least `per_stage` chunks per stage, if
-    there are enough records.
+    chunks are equally full, and their number is a multiple of the number of stages. There are at least `per_stage`
+    chunks per stage if there are enough records.
     """
     records = records_per_rank(work, strategy)
     costs = sorted((work.per_item * length for length in work.lengths), reverse=True)
@@ -105,7 +107,7 @@ def split_work(work: CallWork, strategy: Strategy, per_stage: int) -> Chunks:
     if strategy.pp > 1:
         count = min(records, math.ceil(max(count / strategy.pp, per_stage)) * strategy.pp)
         budget = min(budget, max(longest, math.ceil(math.ceil(records / count) * mean)))
-        # If there are few records, or a long one, more chunks would not be smaller.
+        # If there are few records, or one long record, more chunks would not be smaller.
         enough = records / max(1, budget // longest) if alike else total / budget
         count = min(count, math.ceil(enough))
     first = costs[: math.ceil(len(costs) / count)]

@@ -1,4 +1,4 @@
-"""FLOPs of calls as model FLOPs utilisation (MFU) counts them: without recomputation and other overhead."""
+"""FLOPs of calls as model FLOPs utilisation (MFU) counts them, without recomputation and other overhead."""
 
 from realrl.dataflow.call import Call, Kind
 from realrl.families.adapters import LORA_A, LORA_B
@@ -11,7 +11,7 @@ from realrl.program.memory import StoredModel
 
 
 def count_flops(call: Call, model: StoredModel | None, workload: Workload) -> float:
-    """Count the FLOPs of a call in a step (see `count_pass_flops`); 0 for a function, which has no model."""
+    """Count the FLOPs of a call in a step (see `count_pass_flops`). A function has no model, so it has 0."""
     if model is None:
         return 0.0
     work = workload.work(call)
@@ -25,14 +25,14 @@ def count_flops(call: Call, model: StoredModel | None, workload: Workload) -> fl
 def count_pass_flops(
     model: StoredModel, kind: Kind, *, tokens: float, scored: float, squares: float
 ) -> float:
-    """Count the FLOPs of `tokens` tokens that a call of this kind passes through a model.
+    """Count the FLOPs of a call of kind `kind` that passes `tokens` tokens through a model.
 
-    The head computes outputs of `scored` tokens; `squares` is the sum of squared sequence lengths. A matmul takes
-    2 FLOPs per parameter and token. Causal attention over s tokens takes 2 * s² per layer and element of the query
-    dimension; sliding windows take fewer (`average_squares`). The backward pass of trained layers takes twice the
-    FLOPs of their forward pass, so that a fully trained model of N parameters takes 6 * N * T for T tokens, and
-    attention. Embedding look-ups and recomputation do not count. The count follows PaLM (arXiv 2204.02311, appendix
-    B), except that PaLM does not halve attention for the causal mask.
+    The head computes outputs for `scored` tokens. `squares` is the sum of squared sequence lengths. A matmul takes
+    2 FLOPs per parameter and token. Causal attention over s tokens takes 2 * s² FLOPs per layer and element of the
+    query dimension. Sliding windows take fewer (`average_squares`). The backward pass of trained layers takes twice
+    the FLOPs of their forward pass. A fully trained model of N parameters therefore takes 6 * N * T FLOPs for T
+    tokens, plus attention. Embedding look-ups and recomputation do not count. The count follows PaLM (arXiv
+    2204.02311, appendix B), except that PaLM does not halve attention for the causal mask.
     """
     operations = _forward(model, tokens, scored, squares)
     if kind is not Kind.TRAIN:
@@ -40,14 +40,14 @@ def count_pass_flops(
     if not model.part.adapters:
         return operations + 2 * _forward(model, tokens, scored, squares, layers=model.part.last_layers)
     # A frozen matrix needs only the gradient of its input, so its backward pass takes the FLOPs of its forward
-    # pass. Attention has no matrices; its backward pass takes twice the FLOPs of its forward pass.
+    # pass. Attention has no matrices, and its backward pass takes twice the FLOPs of its forward pass.
     frozen = tokens * model.shape.layers * count_layer_weights(model.shape)
     frozen += scored * count_head_weights(model.shape, "lm") if model.head == "lm" else 0
     return operations + 2 * operations - 2 * frozen
 
 
 def _generated(model: StoredModel, work: CallWork) -> float:
-    """FLOPs per generated sequence. The head counts only sampled tokens; a prompt counts once for all its
+    """Count the FLOPs per generated sequence. The head counts only sampled tokens. A prompt counts once for all its
     samples."""
     pairs = list(zip(work.lengths, work.answers, strict=True))
     spared = 1 - 1 / work.samples
@@ -60,7 +60,7 @@ def _generated(model: StoredModel, work: CallWork) -> float:
 def _forward(
     model: StoredModel, tokens: float, scored: float, squares: float, *, layers: int | None = None
 ) -> float:
-    """Forward FLOPs in the head and in `layers` of the last layers; None for all layers."""
+    """Count the forward FLOPs of the head and of the last `layers` layers. None means all layers."""
     shape = model.shape
     seen = float(average_squares(shape, tokens, squares, layers=layers))
     attention = 2 * seen * shape.heads * shape.head_dim

@@ -1,4 +1,5 @@
-"""Work of a generate call on one rank: KV cache, rows that are decoded at a time, and prefill passes."""
+"""Work of a generate call on one rank: its KV cache, the rows that are decoded at the same time, and prefill
+passes."""
 
 import math
 from dataclasses import dataclass
@@ -23,15 +24,16 @@ from realrl.planner.workload.workload import CallWork
 class GenerationRows:
     """Rows of a generate call on the busiest rank, and how they are decoded.
 
-    Numbers for one strategy, or arrays for many (`split_generations`).
+    Fields are numbers for one strategy, or arrays for many (`split_generations`).
     """
 
     rows: Any
     prompts: Any
-    """Distinct prompts of these rows."""
+    """Number of distinct prompts of these rows."""
     cache: CacheSize
     batches: Any
-    """Decode batches in flight, at most one per pipeline stage. Rows decoded at a time are divided among them."""
+    """Number of decode batches in flight, at most one per pipeline stage. The rows that are decoded at the same
+    time are divided among these batches."""
 
     @property
     def rows_per_batch(self) -> Any:
@@ -55,8 +57,8 @@ def split_generation(work: CallWork, strategy: Strategy, *, cpu: bool) -> Genera
     """Split a generate call as `engine.generation` does. Raises UserError if a rank would get no record.
 
     Times assume no preemption: if continuations have their expected mean length, the cache has room for all
-    admitted rows. If longer continuations could overflow it, peak memory includes a preempted row that is prefilled
-    again.
+    admitted rows. If longer continuations could overflow the cache, peak memory includes a preempted row that is
+    prefilled again.
     """
     items = records_per_rank(work, strategy)
     rows = items * work.per_item
@@ -80,7 +82,7 @@ def _split_prompts(work: CallWork, sizes: GenerationRows, budget: int) -> Chunks
     mean = sum(lengths) / len(lengths)
     prompts = sizes.prompts
     each = prompts / sizes.rows
-    # Prompts that start on the decode batches; the first batch takes one for each of its slots.
+    # `begun` prompts start the decode batches. The first pass prefills those that fill the slots of one batch.
     begun = _count_first_prompts(work, sizes)
     first = max(1.0, min(begun, sizes.rows_per_batch * each))
     later = max(1.0, first / REPLACED_TOGETHER)
@@ -96,7 +98,7 @@ def _split_prompts(work: CallWork, sizes: GenerationRows, budget: int) -> Chunks
     own = min(2, count_blocks(work.room))
     fits = (together + 1) * (count_prompt_blocks(longest[0] + 1) + own) <= sizes.cache.blocks / sizes.batches
     if preempts and work.samples > 1 and fits:
-        # A preempted row is prefilled together with new rows, whose prompts fit beside it.
+        # A preempted row is prefilled together with new rows if their prompts fit into the cache as well.
         peak = PeakChunk(together + again * together / max(1.0, peak.tokens), peak.lengths)
     elif preempts and peak.tokens < again:
         peak = PeakChunk(1, (again,))
@@ -110,7 +112,8 @@ def _split_prompts(work: CallWork, sizes: GenerationRows, budget: int) -> Chunks
 
 
 def _count_first_prompts(work: CallWork, sizes: GenerationRows) -> float:
-    """Count the prompts that all decode batches begin with, longest first, as slots and cache blocks allow."""
+    """Count the prompts with which all decode batches begin. Slots and cache blocks limit them, and the longest
+    prompts come first."""
     lengths = sorted(work.lengths, reverse=True)
     together = sizes.rows / sizes.prompts
     # Each row begins with one block of its own, and the engine keeps a second one free for it.

@@ -25,7 +25,7 @@ from realrl.program.arrays import Bools, Ints, Real, truncate
 from realrl.program.memory import StoredModel
 
 _ALIGNED = 8
-"""Both sides of experts' matrices must be multiples of this many bfloat16 numbers for the grouped kernel."""
+"""The grouped kernel needs expert matrices in bfloat16 whose two sides are multiples of this number."""
 
 
 @dataclass(frozen=True)
@@ -99,13 +99,14 @@ class LocalSizes:
 
     @cached_property
     def expert_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Sizes of an expert's matrices as (outputs, inputs): gate and up, then down; empty without experts."""
+        """Sizes of an expert's matrices as (outputs, inputs): gate and up, then down. Empty if there are no
+        experts."""
         hidden = self.shape.hidden_size
         return () if self.shape.mixture is None else ((self.gate_up_dim, hidden), (hidden, self.ffn_dim))
 
     @cached_property
     def widened_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Sizes of a layer's quantised matrices, which are widened for their products; empty without quantisation.
+        """Sizes of a layer's quantised matrices, which are widened for their products. Empty without quantisation.
 
         The matrices of all experts are widened at once.
         """
@@ -116,22 +117,22 @@ class LocalSizes:
 
     @property
     def experts(self) -> int:
-        """Number of experts of a layer; 0 without a mixture."""
+        """Number of experts of a layer. 0 if the model is not a mixture of experts."""
         return 0 if self.shape.mixture is None else self.shape.mixture.experts
 
     @property
     def copies(self) -> int:
-        """Experts that a token passes through in a layer; 0 without a mixture."""
+        """Number of experts that a token passes through in a layer. 0 if the model is not a mixture of experts."""
         return 0 if self.shape.mixture is None else self.shape.mixture.per_token
 
     def groups_products(self, dtype: Dtype, *, exact: bool, device: DeviceKind) -> bool:
-        """Tell whether one grouped kernel multiplies the rows of all experts (the engine's
-        `has_grouped_kernel`)."""
+        """Check whether one grouped kernel multiplies the rows of all experts, as `has_grouped_kernel` of the
+        engine does."""
         aligned = not any(side % _ALIGNED for matrix in self.expert_shapes for side in matrix)
         return device.groups_products and dtype == "bfloat16" and not exact and aligned
 
     def runs_ahead(self, dtype: Dtype, *, exact: bool, device: DeviceKind) -> bool:
-        """Tell whether the host can launch decode steps without reading results, so that CUDA graphs are possible.
+        """Check whether the host can launch decode steps without reading results, so that CUDA graphs are possible.
 
         Without a grouped kernel, the host multiplies expert by expert and must read how many rows each expert has.
         """
@@ -140,8 +141,8 @@ class LocalSizes:
 
     @property
     def shared_blocks(self) -> int:
-        """Number of feed-forward blocks per layer that all tokens pass through: 0 for experts without a shared
-        block, 1 for all other layers."""
+        """Number of feed-forward blocks per layer that all tokens pass through. It is 0 for experts without a
+        shared block, and 1 for all other layers."""
         return int(self.shape.mixture is None or self.shape.mixture.shared)
 
     @property
@@ -151,7 +152,7 @@ class LocalSizes:
 
     @cached_property
     def adapters(self) -> tuple["AdapterSizes", ...]:
-        """Adapters of a layer's matrices; matrices without adapters have no entry."""
+        """Adapters of a layer's matrices. Matrices without adapters have no entry."""
         lora = self.shape.lora
         if lora is None:
             return ()
@@ -188,7 +189,8 @@ class LocalSizes:
         return without_weights or any(spec.parameter == "q_norm" for spec in self._layer_specs)
 
     def partial_elements(self, *, sequence_parallel: bool) -> int:
-        """Count a layer's elements with partial gradients, which TP ranks all-reduce; without shared KV heads."""
+        """Count a layer's elements with partial gradients, which TP ranks all-reduce. Shared key/value heads do not
+        count."""
         partial = {Partial.TENSOR_PARALLEL} | ({Partial.SEQUENCE_PARALLEL} if sequence_parallel else set())
         return sum(
             math.prod(local_tensor(self.shape, spec, self.tp, 0).shape)
@@ -198,7 +200,7 @@ class LocalSizes:
 
     @cached_property
     def _layer_specs(self) -> list[TensorSpec]:
-        """Tensors of a layer; `check_family` accepts no family whose layers differ."""
+        """Tensors of a layer. `check_family` accepts no family whose layers differ."""
         specs = model_tensors(self.shape.model_copy(update={"layers": 1}), self.head)
         return [spec for spec in specs if spec.layer == 0]
 
@@ -256,13 +258,13 @@ class LocalSizes:
         """Whether training updates the head, which may be frozen or tied to a frozen embedding table."""
         if not self.trained.tied:
             return any(self.trained.end)
-        # A trained embedding section need not include the tied table: it may train only positions.
+        # Trained embeddings need not include the tied table, for example if only positions are trained.
         found = build_parameter_sets(self.shape, self.head, self.part, trained=True)
         updated = next(name for name, trains in self.part.sets.items() if trains)
         return any(spec.place is Place.BOTH_ENDS for spec in found[updated].tensors)
 
     def keeps_logits(self, tokens: Real, *, cpu: bool) -> Bools:
-        """Tell whether training keeps the logits of `tokens` tokens; a CPU does not keep capped logits."""
+        """Check whether training keeps the logits of `tokens` tokens. A CPU does not keep capped logits."""
         capped = self.options.logit_cap is not None and cpu
         return np.asarray(tokens <= (0 if capped else count_kept_logit_rows(self.padded_vocab, cpu=cpu)))
 
@@ -273,7 +275,7 @@ class LocalSizes:
 
     @cached_property
     def layer_elements(self) -> int:
-        """Elements of the first layer on the rank with the most, adapters included."""
+        """Number of elements of the first layer on the rank with the most elements, adapters included."""
         return sum(max(sizes.layer) for sizes in self.sets.values() if 0 in sizes.layers)
 
 
@@ -289,7 +291,7 @@ class AdapterSizes:
     inputs: int
     rank: int
     blocks: tuple[int, ...]
-    """Rows of each block of the matrix; every block has its own A and B."""
+    """Rows of each block of the matrix. Every block has its own A and B."""
     dora: bool
 
     @property
@@ -299,26 +301,27 @@ class AdapterSizes:
 
     @property
     def rows(self) -> int:
-        """Rows of the matrix that have adapters."""
+        """Number of rows of the matrix that have adapters."""
         return sum(self.blocks)
 
     @property
     def elements(self) -> int:
-        """Parameters of A and B."""
+        """Number of parameters of A and B."""
         return self.inner * self.inputs + self.rank * self.rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class SetSizes:
-    """Elements of a parameter set; tuples of elements have an entry for each tensor-parallel rank."""
+    """Number of elements of a parameter set. Tuples of elements have an entry for each tensor-parallel rank."""
 
     layers_of_model: int
     layers: tuple[int, ...]
     """Layers of the model that have parameters in the set, ascending."""
     layer: tuple[int, ...]
-    """Elements of each of these layers."""
+    """Elements of one of these layers. All of them have equal sizes."""
     embedding: tuple[int, ...]
-    """Elements of the embedding: on the first pipeline stage, and on the last one if the head is tied to it."""
+    """Elements of the embedding. They are on the first pipeline stage, and also on the last stage if the head is
+    tied to the embedding."""
     end: tuple[int, ...]
     """Elements after the layers, on the last stage."""
     tied: bool
@@ -333,7 +336,7 @@ class SetSizes:
         )
 
     def stage_elements(self, pp: int) -> tuple[int, ...]:
-        """Compute the elements that each pipeline stage stores on its TP rank with the most."""
+        """Compute the elements that each pipeline stage stores on its TP rank with the most elements."""
         result = []
         for stage, layers in enumerate(self.stage_layers(pp)):
             own = [layers * elements for elements in self.layer]

@@ -1,4 +1,4 @@
-"""Strategies of a call as arrays, for formulas that cost many of them at once."""
+"""Strategies of a call as arrays, for formulas that compute the costs of many strategies at once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,8 @@ from realrl.program.memory import StoredModel
 
 @dataclass(frozen=True, kw_only=True)
 class Strategies:
-    """Strategies with the same kinds of operations, which differ only in numbers; arrays have an entry for each."""
+    """Strategies with the same kinds of operations, which differ only in numbers. Arrays have an entry for each
+    strategy."""
 
     tp: int
     sequence_parallel: bool
@@ -29,7 +30,7 @@ class Strategies:
 
     @classmethod
     def of(cls, alike: Sequence[Strategy]) -> Self:
-        """Build from strategies of one TP degree, data type, use of sequence parallelism and stage of ZeRO."""
+        """Build from strategies that agree in TP degree, data type, sequence parallelism and ZeRO stage."""
         first = alike[0]
         return cls(
             tp=first.tp,
@@ -44,7 +45,8 @@ class Strategies:
         )
 
     def spread_layers(self, layers: int) -> Ints:
-        """Count the layers of a model on each stage, [stages, strategies]; 0 past a strategy's last stage."""
+        """Count the layers of a model on each stage, [stages, strategies]. The count is 0 past a strategy's last
+        stage."""
         return tabulate_stages(lambda pp: list(map(len, stage_layers(layers, pp))), self.pp)
 
     def dtype_of(self, model: StoredModel) -> Dtype:
@@ -53,7 +55,8 @@ class Strategies:
 
 
 def group_strategies(strategies: Sequence[Strategy]) -> list[tuple[Ints, Strategies]]:
-    """Group strategies that `Strategies` can hold together; each group has the indices of its strategies."""
+    """Group strategies that `Strategies` can hold together. Returns the indices and the strategies of each
+    group."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for i, s in enumerate(strategies):
         groups.setdefault((s.tp, s.sequence_parallel, s.dtype, s.zero), []).append(i)

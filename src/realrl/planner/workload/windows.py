@@ -1,4 +1,4 @@
-"""Keys that attention reads, averaged over layers with and without a sliding window."""
+"""Number of keys that attention reads, averaged over layers with and without a sliding window."""
 
 import numpy as np
 
@@ -7,11 +7,11 @@ from realrl.program.arrays import Real
 
 
 def average_squares(shape: ModelShape, tokens: Real, squares: Real, *, layers: int | None = None) -> Real:
-    """Compute the effective sum of squared lengths in an average layer, or in an average one of the last `layers`.
+    """Compute the effective sum of squared lengths, averaged over all layers or over the last `layers` layers.
 
-    A causal query in a sequence of s tokens sees s / 2 keys on average. With a window of w < s tokens,
-    s² - (s - w)² replaces s². The result is exact if all sequences have equal length. If not, it uses the length
-    averaged over tokens, squares / tokens.
+    A causal query in a sequence of s tokens sees s / 2 keys on average. With a window of w < s tokens, s² - (s -
+    w)² replaces s². The result is exact if all sequences have equal length. If not, it is computed for the mean
+    length per token, squares / tokens.
     """
     share = find_windowed_share(shape, layers)
     if not share:
@@ -22,7 +22,7 @@ def average_squares(shape: ModelShape, tokens: Real, squares: Real, *, layers: i
 
 
 def average_context(shape: ModelShape, context: Real) -> Real:
-    """Compute the keys that a decoded token reads of a context in an average layer."""
+    """Compute how many keys of a context a decoded token reads, averaged over layers."""
     share = find_windowed_share(shape)
     return context - share * np.maximum(0.0, context - (shape.window or 0)) if share else context
 

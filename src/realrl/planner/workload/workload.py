@@ -1,4 +1,4 @@
-"""Workload of a step: number of items, and the distribution of their lengths."""
+"""Workload of a step: the number of items, and the distribution of their lengths."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ UNRESTRICTED = Sampling()
 def count_visited_experts(shape: ModelShape, tokens: Real) -> Real:
     """Compute the mean number of a layer's experts that at least one of `tokens` tokens chooses.
 
-    All experts are taken to be equally likely. The result is 0 for a model without experts.
+    The model assumes that all experts are equally likely. The result is 0 for a model without experts.
     """
     mixture = shape.mixture
     if mixture is None:
@@ -75,11 +75,11 @@ class CallWork:
 
     items: int
     """Items of the whole step over all mini-batches, each counted once: records times samples per record. DP ranks
-    share out items, not sequences."""
+    divide items among themselves, not sequences."""
     lengths: tuple[int, ...]
     """Sample of sequence lengths in tokens: whole sequences, or prompts if the call generates."""
     answers: tuple[int, ...]
-    """Tokens to generate for the same sequences; empty unless the call generates."""
+    """Tokens to generate for the same sequences. Empty unless the call generates."""
     room: int
     """Maximum tokens that are generated per sequence."""
     minibatches: int
@@ -87,7 +87,8 @@ class CallWork:
     passes: int
     """Number of times that the call processes all sequences."""
     episode: int = 0
-    """Longest answer, in tokens, from which a train call makes experience; 0 for calls that make none."""
+    """Longest answer, in tokens, from which a train call computes experience, such as advantages. 0 for all other
+    calls."""
     per_item: int = 1
     """Sequences per item."""
     samples: int = 1
@@ -101,7 +102,7 @@ class CallWork:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest item, the smallest micro-batch that can hold it.
+        """Tokens of the longest item, and so of the smallest micro-batch that can hold every item.
 
         If the call generates, these are tokens of whole cache blocks, with room for the longest answer.
         """
@@ -113,7 +114,8 @@ class CallWork:
 
     @property
     def capacity(self) -> int:
-        """Maximum tokens of a mini-batch; if the call generates, tokens of whole cache blocks."""
+        """Maximum number of tokens of a mini-batch. If the call generates, these are tokens of whole cache
+        blocks."""
         items = -(-self.items // self.minibatches)
         if not self.answers:
             return self.per_item * items * max(self.lengths)
@@ -126,33 +128,33 @@ class CallWork:
 
     @property
     def mean_square(self) -> float:
-        """Mean of the squares of `lengths`; the cost of attention is proportional to it."""
+        """Mean of the squares of `lengths`. The cost of attention is proportional to it."""
         return sum(n * n for n in self.lengths) / len(self.lengths)
 
     @property
     def tokens(self) -> float:
-        """Tokens of one pass over all mini-batches of a step; only prompts if the call generates."""
+        """Tokens of one pass over all mini-batches of a step. If the call generates, only prompts count."""
         return self.sequences * self.mean
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Items of a step. Lengths are sorted samples: at most 64 quantiles of their distribution."""
+    """Items of a step. Lengths are sorted samples of at most `QUANTILES` quantiles of their distribution."""
 
     items: int
     """Items per step: records (`data.batch`) times samples per record."""
     prompts: tuple[int, ...]
-    """Lengths of prompts in tokens; of whole training sequences if nothing is generated."""
+    """Lengths of prompts in tokens. If nothing is generated, these are lengths of whole training sequences."""
     answers: tuple[int, ...] = (0,)
-    """Lengths of answers in tokens; 0 if nothing is generated."""
+    """Lengths of answers in tokens. 0 if nothing is generated."""
     max_new_tokens: int = 0
     """Maximum length of an answer."""
     epochs: int = 1
     """Training passes over the items of a step."""
     samples: int = 1
-    """Samples of each prompt; each one is an item."""
+    """Number of samples of each prompt. Each sample is an item."""
     experience_calls: tuple[str, ...] = ()
-    """Train calls that make experience from the answers (`AlgorithmSpec.experience_calls`)."""
+    """Train calls that compute experience from the answers (`AlgorithmSpec.experience_calls`)."""
     sampling: Sampling = UNRESTRICTED
 
     @classmethod
@@ -165,8 +167,9 @@ class Workload:
     ) -> "Workload":
         """Build the workload of a recipe, with measured lengths of prompts and answers if they are given.
 
-        Without measured lengths, all have the maximum: `max_prompt_tokens` for prompts, `max_new_tokens` for
-        answers, and `max_tokens` for training sequences. Longer answers are cut off, as in generation.
+        Without measured lengths, all sequences have the maximum length: `max_prompt_tokens` for prompts,
+        `max_new_tokens` for answers, and `max_tokens` for training sequences. Longer answers are cut off, as in
+        generation.
         """
         data, spec = experiment.data, experiment.spec
         epochs = spec.epochs(experiment)
@@ -186,7 +189,7 @@ class Workload:
         )
 
     def work(self, call: Call) -> CallWork:
-        """Compute the work of a call; each of its `work` keys is one sequence per item."""
+        """Compute the work of a call. Each key in the call's `work` is one sequence per item."""
         if call.kind is Kind.GENERATE:
             prompts, answers = zip(*self.pairs, strict=True)
             return CallWork(
@@ -219,8 +222,8 @@ class Workload:
         )
 
     def tokens(self, graph: DataflowGraph) -> float:
-        """Compute the mean tokens of a step of a graph: prompts and answers together, each sequence counted
-        once."""
+        """Compute the mean number of tokens of a step of a graph. Prompts and answers count together, and each
+        sequence counts once."""
         mean = sum(self.prompts) / len(self.prompts) + sum(self.answers) / len(self.answers)
         return mean * max(self.work(call).sequences for call in graph.calls)
 
@@ -236,7 +239,8 @@ class Workload:
 
 
 def quantiles(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Reduce lengths to a sorted sample of at most `QUANTILES`: the middles of equal parts of the sorted lengths.
+    """Reduce lengths to a sorted sample of at most `QUANTILES` lengths: the middles of equal parts of the sorted
+    lengths.
 
     If all lengths are equal, the sample is a single number. Raises ValueError if there are none.
     """
