@@ -156,7 +156,7 @@ class ClusterSpec:
 
     @property
     def price_per_hour(self) -> float | None:
-        """Price of all devices per hour; None unless every group has a price."""
+        """Price of all devices per hour. None unless every group has a price."""
         total = 0.0
         for group in self.groups:
             if group.price_per_device_hour is None:

@@ -19,7 +19,7 @@ class Efficiency:
     of 989 on an H100. During training, clocks are lower and gaps remain: the largest GPT runs of Megatron-LM (arXiv
     2104.04473, table 1) reach 0.44 to 0.52 of the peak with everything included."""
     memory: float = 0.85
-    """Fraction of memory bandwidth that streaming kernels achieve; STREAM-like tests give 85 to 92 % on A100 and
+    """Fraction of memory bandwidth that streaming kernels achieve. STREAM-like tests give 85 to 92 % on A100 and
     H100."""
     attention: float = 0.4
     """Fraction of peak FLOP/s that causal attention achieves, forward and backward. FlashAttention-2 (arXiv
@@ -71,7 +71,8 @@ class Efficiency:
     rotary_backward_passes: float = 4.0
     """Query, key and value vectors read or written backward: gradients are joined (2) and rotated back (2)."""
     head_norm_passes: float = 8.0
-    """Query, key and value vectors that norms of heads copy backward, in addition to the gradients of the norms."""
+    """Query, key and value vectors read or written by copies in the backward pass of head norms. The gradients of
+    the norms are counted separately."""
     attention_passes: float = 1.0
     """Query, key, value and output vectors that attention reads or writes, if no table has its time. The backward
     pass takes twice this number."""

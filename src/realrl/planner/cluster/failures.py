@@ -13,7 +13,7 @@ class Failures:
     per_device_day: float
     """Failures per device and day, including the device's share of failures of nodes and network."""
     restart_seconds: float | None = None
-    """Known seconds from a failure until training resumes; None to predict them."""
+    """Known seconds from a failure until training resumes. None means that they are predicted."""
     notice_seconds: float = 30.0
     """Seconds without a heartbeat until a device counts as failed (`launch.freeze_seconds`)."""
     asynchronous: bool = True
@@ -24,5 +24,5 @@ class Failures:
             raise ValueError(f"{self.per_device_day} failures of a device in a day are not above 0")
 
     def per_day(self, devices: int) -> float:
-        """Compute the failures per day of a run on `devices` devices; idle devices fail as often as busy ones."""
+        """Compute the failures per day of a run on `devices` devices. Idle devices fail as often as busy ones."""
         return self.per_device_day * devices

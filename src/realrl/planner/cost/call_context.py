@@ -15,10 +15,10 @@ from realrl.program.arrays import Floats, Ints, Real
 
 @dataclass(frozen=True)
 class CallContext:
-    """Inputs of the time model of one call under each of some strategies.
+    """Inputs of the time model of one call under several strategies.
 
-    Times are in seconds, in arrays with one entry per strategy: [strategies], or [stages, strategies] if they
-    differ between pipeline stages.
+    Times are in seconds, in arrays with one entry per strategy. Their shape is [strategies], or [stages,
+    strategies] if times differ between pipeline stages.
     """
 
     timing: Timing
@@ -35,7 +35,7 @@ class CallContext:
 
     @property
     def overlap(self) -> float:
-        """Fraction of compute that can overlap communication; 0 on a CPU, because the same cores do both."""
+        """Fraction of compute time that can hide communication. 0 on a CPU, because the same cores do both."""
         return 0.0 if self.timing.device.cpu else self.timing.efficiency.overlap
 
     def layer_communication(self, tokens: Real) -> DeviceHostTime:
@@ -111,11 +111,11 @@ class CallContext:
 
     @property
     def collective_host(self) -> float:
-        """Host seconds per collective; 0 on a CPU, because the collective's own time includes them."""
+        """Host seconds per collective. 0 on a CPU, because the collective's own time includes them."""
         return 0.0 if self.timing.device.cpu else self.timing.efficiency.collective_host_s
 
     def _logit_chunks(self, tokens: Real) -> tuple[Real, Ints]:
-        """Rows of logits per chunk, and number of chunks."""
+        """Return the rows of logits per chunk, and the number of chunks."""
         return self.timing.sizes.count_logit_chunks(tokens, cpu=self.timing.device.cpu)
 
     def _hidden(self, tokens: Real) -> Real:

@@ -276,7 +276,8 @@ class CostModel:
     def _corrections(
         self, call: Call, model: StoredModel, first: int, strategies: Sequence[Strategy]
     ) -> Floats | None:
-        """Factor for the predicted seconds under each strategy; None if the profile has no corrections."""
+        """Return the factor for the predicted seconds under each strategy, or None if the profile has no
+        corrections."""
         profile = self._profile_of(first)
         if profile is None or not profile.corrections:
             return None

@@ -59,7 +59,7 @@ def split_decode_steps(
         begin = steps * i / _SEGMENTS
         end = steps * (i + 1) / _SEGMENTS
         alive = np.maximum(1 / most, (count - np.searchsorted(answers, begin, side="right")) / count)
-        # Prompts that still have an unfinished row, per unfinished row, if rows end independently.
+        # Number of prompts with an unfinished row per unfinished row, if rows end independently.
         read = (1 - (1 - alive) ** together) / (alive * together) if shares else 1.0
         # The first decode step of a row reads its prompt alone: the step's input is the prompt's last token.
         context = read * work.mean + (begin + end - 1) / 2
@@ -163,7 +163,7 @@ def _cost_decode_step(context: CallContext, batches: Ints, segment: DecodeSegmen
     own = layers * layer.device + outside.own(pp)
     communication = layers * layer_communication.device + outside.communication(pp)
     waits = layers * wait + at_last(pp, sample.wait) + timing.look(own_rows)
-    # Each stage receives once and sends once; the last hop sends the sampled tokens back to the first stage.
+    # Each stage receives once and sends once. The last hop sends the sampled tokens back to the first stage.
     hop = context.hop(rows)
     stages = np.where(np.arange(len(layers))[:, None] < pp, own + communication + waits + hop, 0.0)
     slowest = stages.argmax(axis=0), np.arange(len(pp))

@@ -76,7 +76,7 @@ class Ring:
 
 @dataclass(frozen=True)
 class Network:
-    """Links between the ranks of a call under each of some strategies; rank 0 is the first rank of the mesh."""
+    """Links between the ranks of a call under several strategies. Rank 0 is the first rank of the mesh."""
 
     sites: tuple[Site, ...]
     """Site of the mesh under each strategy, all with one kind of device."""
@@ -141,7 +141,8 @@ class Network:
 
 @lru_cache(maxsize=1 << 16)
 def _find_span(kind: GroupKind, degrees: Degrees, nodes: Cluster) -> tuple[int, int, int]:
-    """Return the size of the groups, the most nodes that one spans, and the most groups that share a node's link.
+    """Return the size of the groups, the most nodes that a group spans, and the most groups that share a node's
+    link.
 
     The last number counts only groups that span several nodes, because only these use the node's network link.
     """

@@ -38,7 +38,7 @@ class OutsideLayers:
 
 
 def _by_stage(pp: Ints, every: Real, first: Real, last: Real) -> Floats:
-    """Seconds by stage, [stages, strategies]; 0 past a strategy's last stage."""
+    """Return seconds by stage, [stages, strategies]. They are 0 past a strategy's last stage."""
     stage = np.arange(pp.max())[:, None]
     return np.where(stage < pp, every, 0.0) + np.where(stage == 0, first, 0.0) + at_last(pp, last)
 
@@ -242,7 +242,7 @@ def cost_forward_pass(
 
 @dataclass(frozen=True, kw_only=True)
 class _EqualLayers:
-    """Layers that cost the same."""
+    """Layers that take the same time."""
 
     counts: Ints
     """Number of such layers on each stage, [stages, strategies]."""

@@ -330,7 +330,7 @@ class Roofline:
 
     @property
     def _attention_values(self) -> float:
-        """Numbers per token that attention reads and writes; 0 if tables include this time."""
+        """Numbers per token that attention reads and writes. 0 if operator tables include this time."""
         if self.operators is not None:
             return 0.0
         return self.efficiency.attention_passes * (2 * self.sizes.q_dim + 2 * self.sizes.kv_dim)
@@ -342,5 +342,5 @@ class Roofline:
 
     @property
     def _router_values(self) -> float:
-        """Traffic of a token's expert probabilities, which are float32, in numbers of the model's type."""
+        """Memory traffic of a token's float32 expert probabilities, counted in numbers of the model's type."""
         return self.efficiency.router_passes * self.sizes.experts * 4 / self.element_bytes

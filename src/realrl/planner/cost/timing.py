@@ -109,8 +109,8 @@ class Timing:
     def _trained_share(self, size: BatchSize) -> Real:
         """Fraction of a measured backward pass that remains if the layer's matrices are frozen.
 
-        The profile measured all gradients. The roofline gives the ratio of the time with and without the gradients
-        of matrices.
+        The profile measured all gradients. The roofline predicts the ratio of the times with and without the
+        gradients of matrices.
         """
         if not self.sizes.frozen_matrices:
             return 1.0
@@ -222,7 +222,7 @@ class Timing:
 
     @property
     def _exact(self) -> float:
-        """Seconds of this call's forward pass relative to an inexact one."""
+        """Seconds of this call's forward pass relative to an ordinary one."""
         return self.efficiency.exact_forward if self.exact else 1.0
 
     def _unmeasured(self, rows: Real) -> Real:
@@ -231,7 +231,8 @@ class Timing:
 
     @property
     def _optional_operations(self) -> int:
-        """Kernels of a forward pass that only some models have: adapters, widening, head norms and experts."""
+        """Number of kernels of a forward pass that only some models have: adapters, widening, head norms and
+        experts."""
         # An adapter needs a product with A and a scaling, and for each block a product with B and a sum. Widening a
         # matrix takes a cast and a product with scales.
         operations = sum(2 + 2 * len(adapter.blocks) + 8 * adapter.dora for adapter in self.sizes.adapters)
@@ -246,7 +247,7 @@ class Timing:
 
     @property
     def _backward_operations(self) -> int:
-        """Kernels of a layer's backward pass."""
+        """Number of kernels of a layer's backward pass."""
         e, sizes = self.efficiency, self.sizes
         operations = e.backward_operations + e.head_norm_backward_operations * sizes.qk_norm
         operations += sum(4 + 4 * len(adapter.blocks) + 16 * adapter.dora for adapter in sizes.adapters)

@@ -81,9 +81,9 @@ class Activations:
     ) -> Parts:
         """Compute the peak of a generate call: while weights are packed, in a layer, or while tokens are sampled.
 
-        `tokens` counts the prompt tokens of a forward pass, and `cached` the tokens that fit the KV cache. There
-        are `batches` decode batches of `rows` sequences each. CUDA graphs hold the memory of a decode step in a
-        pool of their own. The first step with a number of rows runs without a graph, so it needs this memory once
+        `tokens` counts the prompt tokens of a forward pass, and `cached` the tokens that fit into the KV cache.
+        There are `batches` decode batches of `rows` sequences each. CUDA graphs hold the memory of a decode step in
+        a pool of their own. The first step with a number of rows runs without a graph, so it needs this memory once
         more.
         """
         last = stage == self._last
@@ -130,18 +130,18 @@ class Activations:
         sent = sent + np.where((stage < last) & (chunks > 1), layer.bytes(tokens, layer.stream), 0)
         each = self.kept(tokens, layers)
         inside = layer.backward_bytes(tokens)
-        # Recomputation holds a whole layer. The layer's kept input makes up for its output, which torch holds
-        # although nothing reads it.
+        # Recomputation holds a whole layer. This counts the layer's input twice, in place of its output, which
+        # torch holds although nothing reads it.
         inside = inside + np.where(self.strategies.recompute, layer.bytes(tokens, layer.kept), 0)
         # The input of the final norm, its output at predicted tokens, and the gradient of this output.
         states = layer.bytes(tokens, layer.stream + 2 * layer.hidden)
         all_kept = sent + flying * each
         logits: Parts = {"activations": all_kept + states, "logits": self.logits.backward(tokens)}
         first: Parts = {"activations": all_kept + inside}
-        # A later micro-batch is in the frozen layers, which keep nothing.
+        # The moment at which a later micro-batch is in the frozen layers, which keep no activations.
         later = sent + (flying - 1) * each + self._shared(tokens)
         frozen: Parts = {"activations": later + layer.forward_bytes(tokens, layer.stream)}
-        # Stages without a backward pass.
+        # The peak of stages without a backward pass.
         forward = self._forward(tokens, stage, chunks) + self._expected(tokens, stage, chunks - 1)
         without: Parts = {"activations": forward}
         moments: list[Parts] = []

@@ -200,7 +200,7 @@ class LayerMemory:
         s = self.stream
         hidden = self.hidden
         inner, gate_up = self.sizes.ffn_dim, self.sizes.gate_up_dim
-        # On a GPU, only SwiGLU has one kernel for its whole backward pass; other gates hold intermediate gradients.
+        # On a GPU, only SwiGLU has one kernel for its whole backward pass. Other gates hold intermediate gradients.
         options = self.sizes.options
         apart = options.gated and options.activation != "silu" and not self.cpu
         between = 2 * inner if apart else 0

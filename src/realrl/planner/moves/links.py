@@ -80,7 +80,8 @@ def _overlap(a: Floats, b: Floats, c: Floats, d: Floats) -> Floats:
 
 
 _AT_ONCE = 1 << 16
-"""Array elements (nodes or devices, times pairs) processed together, so that they stay in the caches."""
+"""Number of array elements (nodes or devices, times pairs) that are processed together, so that they stay in the
+caches."""
 _FEW_PAIRS = 1 << 15
 """Number of new pairs of layouts that a `TransferTable` collects before it merges them into its large table."""
 _FEW_LAYOUTS, _RECENT = 16, 4
@@ -367,8 +368,8 @@ class LinkTransfers:
         return np.asarray(np.where(there, stages, np.inf).min(axis=1)[pp])
 
     def _bounds(self, weights: ParameterBytes, most: int) -> Floats:
-        """Table [PP degree, stage] of the bytes at which stages begin. The entry after the last stage is its
-        end."""
+        """Return a table of the byte offsets at which stages begin, [PP degree, stage]. The entry after the last
+        stage is the end of this stage."""
         if weights not in self._cuts or len(self._cuts[weights]) <= most:
             most = min(max(most, self.cluster.size), weights.layers)
             table = np.zeros((most + 1, most + 1))

@@ -84,7 +84,7 @@ class Layouts:
 
     @cached_property
     def codes(self) -> Ints:
-        """Integer code of each layout; equal codes mean equal layouts."""
+        """Integer code of each layout. Equal codes mean equal layouts."""
         code = self.first * 65536 + self.size
         # The degree of the first axis follows from the size and the others.
         others = self.degrees[1:]

@@ -46,7 +46,8 @@ class Grid:
         return np.asarray(sum(weight * self._table[point] for point, weight in self.weights(sizes)))
 
     def weights(self, sizes: Sequence[Real]) -> list[tuple[Ints, Floats]]:
-        """List the points whose values are averaged at some sizes, as indices in `values`, with their weights."""
+        """List the grid points whose values are averaged at `sizes`. Each is an index in `values` with its
+        weight."""
         found = [(np.zeros((), dtype=np.int64), np.ones(()))]
         for axis, size in zip(self._axes, sizes, strict=True):
             last = len(axis) - 1

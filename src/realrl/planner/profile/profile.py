@@ -128,8 +128,8 @@ LayerKind = Literal[
     "optimizer",
     "product",
 ]
-"""Measured parts of calls. Unless stated otherwise, they process a micro-batch of `tokens` in sequences of
-`context`.
+"""Measured parts of calls. Unless stated otherwise, they process a micro-batch of `tokens` tokens in sequences of
+`context` tokens.
 
 | part | measured time |
 |---|---|
@@ -258,9 +258,9 @@ class SweepSpread(Settings):
     median of ln(seconds / median of all sweeps) over its measurements."""
 
     layers: NonNegativeFloat = 0.0
-    """Parts of calls."""
+    """Spread of the times of parts of calls."""
     transfers: NonNegativeFloat = 0.0
-    """Collectives, messages and copies."""
+    """Spread of the times of collectives, messages and copies."""
 
 
 class Profile(Settings):

@@ -254,7 +254,7 @@ class MemoryBound:
         return full
 
     def _raise(self, sets: "_Sets", c: int, tables: tuple[Floats, Floats], size: Floats) -> None:
-        """Raise the least times of a call to the least times of its candidates with at most `size` bytes."""
+        """Raise the least times of a call to the least times of those candidates that need at most `size` bytes."""
         row = self._groups[c].row[sets.nodes[c]]
         step = self._step(size * (1 + _ROUNDING) + 1)
         for table, least in zip(tables, (sets.seconds, sets.loading), strict=True):

@@ -57,7 +57,7 @@ class PlanEvaluation:
 
     @property
     def fits(self) -> bool:
-        """Whether every device has enough memory."""
+        """Whether every device and every host has enough memory."""
         return self.fill <= 1
 
 

@@ -279,8 +279,8 @@ def _checked(scenario: Scenario, plan: Plan, constraints: UserConstraints) -> Pl
 def _check_calls(scenario: Scenario, plan: Plan) -> None:
     """Raise UserError if a call cannot run as planned.
 
-    This happens if some ranks have no record, if a mesh has several kinds of devices, or if calls of an exact model
-    cannot agree bit for bit.
+    A rank may have no record, a mesh may have several kinds of devices, or calls of an exact model may not agree
+    bit for bit.
     """
     if any(model.exact for model in scenario.models.values()):
         plan.check_exact()

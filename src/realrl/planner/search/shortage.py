@@ -23,7 +23,7 @@ class Shortage:
     placement: Placement
     """Placement of that call."""
     resident_bytes: dict[str, float]
-    """Resident bytes on the device, by role; kept copies are included."""
+    """Resident bytes on the device, by role, including kept copies."""
     node: int | None = None
     """Node whose host has too little memory for offloaded state, or None if a device has too little memory."""
     proven: bool = True
@@ -36,7 +36,7 @@ class Shortage:
 
 
 class DoesNotFit(Exception):
-    """No plan of a problem is known to fit into memory; `shortage` has the details."""
+    """No plan of a problem is known to fit into memory. `shortage` has the details."""
 
     def __init__(self, shortage: Shortage) -> None:
         self.shortage = shortage

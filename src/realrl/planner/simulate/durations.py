@@ -58,7 +58,8 @@ class Durations:
         return self._exchange.reports_seconds(self._plan.cluster.size)
 
     def terms(self, call: str) -> Mapping[str, float]:
-        """Return the seconds of a call by term. Graphs are captured again only if its parameters have moved."""
+        """Return the seconds of a call by term. Its CUDA graphs are captured again only if its parameters have
+        moved."""
         cost = self._scenario.call_cost(self._scenario.graph.call(call), self._plan[call])
         if cost.captures and self._scenario.keeps_graphs and self._stays(call):
             return {**cost.terms, "launch": cost.terms["launch"] - cost.captures}

@@ -70,7 +70,7 @@ class CallEstimate:
     """Seconds after the start of the step."""
     end: float
     flops: float
-    """Model FLOPs without recomputation: 2 per parameter and token forward, 4 backward, and attention."""
+    """Model FLOPs without recomputation: 2 per parameter and token forward, 4 backward, plus attention."""
     peak_flops: float
     """Peak FLOP/s of all devices of the cluster in the call's data type. 0 for a function."""
 
@@ -250,7 +250,7 @@ LEVEL = 0.9
 """Probability with which a measured time lies in its interval."""
 
 CONVINCING = 0.8
-"""A plan counts as faster than another if the probability of this is at least `CONVINCING`."""
+"""Least probability with which one plan must be faster than another to count as faster."""
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class Simulation:
         return (self.ends[-1] - self.ends[SETTLED - 1]) / (len(self.ends) - SETTLED)
 
     def slices(self, step: int) -> tuple[tuple[Slice, ...], ...]:
-        """Return the timeline of one step by rank; times count from the start of the first step."""
+        """Return the timeline of one step by rank. Times count from the start of the first step."""
         chosen = {rank: [s for s in events if s.step == step] for rank, events in self.events.items()}
         return tuple(
             tuple(replace(s, rank=rank) for s in chosen[group]) for rank, group in enumerate(self.groups)

@@ -196,7 +196,7 @@ class _Builder:
         A function that no run has measured may be slow, so it gets only the meshes with the most ranks.
         """
         placements = [function_placement(mesh) for mesh in self.meshes]
-        if self.search_space.micro_batch_tokens == ():  # only what plans choose
+        if self.search_space.micro_batch_tokens == ():  # only the placements in `plans`
             placements = []
         found = [*self._on_hosts(call, placements)]
         widest = max((candidate.placement.mesh.size for candidate, _ in found), default=0)

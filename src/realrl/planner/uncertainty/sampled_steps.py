@@ -71,7 +71,8 @@ class Spread:
 
 
 SPREADS: Mapping[TimeSource, Spread] = {
-    # A run on another day. A measured call has only the error of its median.
+    # A later run on another day differs by the error of the machine. A measured call has only the error of its
+    # median.
     "run": Spread(machine=0.06, call=0.04),
     # On CPUs, ranks share cores and memory, which slows collectives most. On GPUs, nothing has been compared.
     "profile": Spread(

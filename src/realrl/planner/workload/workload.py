@@ -61,7 +61,7 @@ def count_read_weights(shape: ModelShape, tokens: Real) -> Real:
 
 
 QUANTILES = 64
-"""Sample size that represents a length distribution."""
+"""Largest size of a sample that represents a length distribution."""
 _PROMPTS = FORMS["prompt"].keys
 """Keys whose rows hold prompts without answers."""
 _GOLDEN = 0.6180339887498949
