@@ -445,7 +445,7 @@ def _into_empty(holding: Ints, needed: Boxes, weights: ParameterBytes) -> Floats
 
 
 def _same(source: Layouts, target: Layouts, *, where: bool) -> NDArray[np.bool_]:
-    """Tell which pairs of layouts are equal; with `where`, also at equal positions."""
+    """Find the pairs of equal layouts. With `where`, meshes must also begin at the same rank."""
     equal = source.sharded == target.sharded
     for one, other in zip(source.degrees, target.degrees, strict=True):
         equal = equal & (one == other)

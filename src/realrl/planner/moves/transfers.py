@@ -25,7 +25,7 @@ data type."""
 
 @dataclass(frozen=True)
 class Layouts:
-    """Layouts as columns."""
+    """Layouts as columns, with one entry per layout."""
 
     first: Ints
     """First rank of the mesh."""
@@ -59,7 +59,7 @@ class Layouts:
 
     @cached_property
     def size(self) -> Ints:
-        """Ranks of the mesh."""
+        """Number of ranks of the mesh."""
         return reduce(np.multiply, self.degrees)
 
     @cached_property
