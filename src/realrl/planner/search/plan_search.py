@@ -103,8 +103,8 @@ class BestPlan:
     estimate: Estimate
     """Estimate of the best plan."""
     fastest: Estimate
-    """Estimate of the plan with the shortest predicted step. `estimate` is another plan if that plan is simpler and
-    may well be as fast (`choose_plan`)."""
+    """Estimate of the plan with the shortest predicted step. `estimate` may instead be of a simpler plan that may
+    well be as fast (`choose_plan`)."""
     searched: tuple[Estimate, ...]
     """Estimate of the search's plan, then of plans near it: simpler plans, runners-up, and plans that lose less
     time at failures."""
@@ -279,8 +279,8 @@ def _checked(scenario: Scenario, plan: Plan, constraints: UserConstraints) -> Pl
 def _check_calls(scenario: Scenario, plan: Plan) -> None:
     """Raise UserError if a call cannot run as planned.
 
-    A rank may have no record, a mesh may have several kinds of devices, or calls of an exact model may not agree
-    bit for bit.
+    A call cannot run if a rank has no record, or if its mesh has several kinds of devices. Calls of an exact model
+    must also agree bit for bit.
     """
     if any(model.exact for model in scenario.models.values()):
         plan.check_exact()

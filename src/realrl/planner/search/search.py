@@ -192,7 +192,7 @@ def search_plans(
     If a problem has few plans, all are scored. Otherwise the core of the problem is searched first. Annealing
     chains start from `starts` (presets, for example) and from random plans, and local search improves their
     results. Branch and bound then searches the whole problem. It stops once the plan is within `tolerance`
-    (relative) of the lower bound. In the core, longer chains run if branch and bound takes long, before it
+    (relative) of the lower bound. If branch and bound takes long in the core, longer chains run before it
     continues.
 
     `effort` limits the number of scored plans. Bounding four sets of plans counts as scoring one plan. Results are
