@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from realrl import NAMES
 from realrl.api.algorithm import make_class
 from realrl.config.base import Settings
 from realrl.config.explain import section_class
@@ -23,12 +24,7 @@ _HEAD = '''"""ReaL-RL: RLHF training that plans itself. Written by tools/python_
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from realrl.api.algorithm import Algorithm as Algorithm
-from realrl.api.algorithm import make_class as algorithm
-from realrl.api.run_results import Run as Run
-from realrl.config.errors import RunError as RunError
-from realrl.config.errors import UserError as UserError
-from realrl.runtime.callbacks import Step as Step
+{imports}
 
 __version__: str
 '''
@@ -50,7 +46,10 @@ _TOP = ("run_dir", "cluster", "plan", "device", "seed", "resume", "overwrite", "
 
 def write_stub() -> str:
     """Write the text of the stub."""
-    return "\n\n".join([_HEAD, *(_write_class(name) for name in BUILT_IN)])
+    places = [(*place.split(":"), name) for name, place in NAMES.items()]
+    imports = [f"from {module} import {attribute} as {name}" for module, attribute, name in sorted(places)]
+    head = _HEAD.format(imports="\n".join(imports))
+    return "\n\n".join([head, *(_write_class(name) for name in BUILT_IN)])
 
 
 def _write_class(algorithm: str) -> str:

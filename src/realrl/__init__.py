@@ -8,22 +8,27 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_NAMES = {
+NAMES = {
     "Algorithm": "realrl.api.algorithm:Algorithm",
+    "Batch": "realrl.api.batch:Batch",
+    "LLM": "realrl.api.llm:LLM",
     "Run": "realrl.api.run_results:Run",
+    "Sampling": "realrl.api.sampling:Sampling",
+    "Session": "realrl.api.session:Session",
     "Step": "realrl.runtime.callbacks:Step",
     "RunError": "realrl.config.errors:RunError",
     "UserError": "realrl.config.errors:UserError",
     "algorithm": "realrl.api.algorithm:make_class",
 }
+"""Place of each class and function of the API, except the classes of algorithms."""
 
 
 def __getattr__(name: str) -> Any:
     """Find a class or function of the API at its first use."""
     from importlib import import_module
 
-    if name in _NAMES:
-        module, _, attribute = _NAMES[name].partition(":")
+    if name in NAMES:
+        module, _, attribute = NAMES[name].partition(":")
         return getattr(import_module(module), attribute)
     found = None
     if name[:1].isupper():
@@ -40,4 +45,4 @@ def __dir__() -> list[str]:
     from realrl.api.algorithm import name_class
     from realrl.recipe.registry import list_algorithms
 
-    return sorted({*globals(), *_NAMES, *map(name_class, list_algorithms())})
+    return sorted({*globals(), *NAMES, *map(name_class, list_algorithms())})

@@ -5,7 +5,11 @@ from typing import Any, Literal
 
 from realrl.api.algorithm import Algorithm as Algorithm
 from realrl.api.algorithm import make_class as algorithm
+from realrl.api.batch import Batch as Batch
+from realrl.api.llm import LLM as LLM
 from realrl.api.run_results import Run as Run
+from realrl.api.sampling import Sampling as Sampling
+from realrl.api.session import Session as Session
 from realrl.config.errors import RunError as RunError
 from realrl.config.errors import UserError as UserError
 from realrl.runtime.callbacks import Step as Step

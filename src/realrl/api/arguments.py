@@ -40,7 +40,7 @@ def read_arguments(spec: AlgorithmSpec, arguments: Mapping[str, Any]) -> dict[st
         elif name == "tokenizer":
             changes.append((f"models.{main}.tokenizer", _save(value, "tokenizer")))
         elif role in spec.roles:
-            changes.append((f"models.{role}", _read_model(value)))
+            changes.append((f"models.{role}", read_model(value)))
         else:
             changes.append((_find_path(name, spec), value))
     return change_settings(settings, changes)
@@ -170,7 +170,7 @@ def _to_json(value: Any) -> Any:
     raise TypeError(f"{brief(value)} is a {type(value).__name__}")
 
 
-def _read_model(value: Any) -> Any:
+def read_model(value: Any) -> Any:
     """Read a model: a path or hub name, a section as in a recipe, or an object of `transformers`."""
     if isinstance(value, str | os.PathLike):
         return {"path": os.fspath(value)}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import realrl
 from realrl.cli.app import run_app
 from realrl.testing import check_algorithm
 from tests.conftest import read_metrics
@@ -43,6 +44,18 @@ def test_an_example_trains(place: Path, name: str, monkeypatch: pytest.MonkeyPat
         assert steps[1]["actor.train/kl"] != 0
     if name == "sentiment":
         assert all(step["actor.train/score"] < 0 for step in steps)  # log p
+
+
+@pytest.mark.parametrize("name", ["own_loop", "second_try"])
+def test_a_loop_learns(place: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    example = load(name)
+    records = [json.loads(line) for line in Path("data/examples/questions.jsonl").read_text().splitlines()]
+    actor = {**example["MODEL"], "optimizer": {"lr": 1e-2}}
+    models = {"actor": actor, "ref": example["MODEL"]}
+    with realrl.Session(models, train="actor", device="cpu", cluster="1x1") as session:
+        steps = list(example["train"](session, records, 2))
+    assert all(step["grad_norm"] > 0 for step in steps)
 
 
 def test_the_verifier_rewards_words_and_their_beginnings() -> None:

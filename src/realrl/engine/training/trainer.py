@@ -88,6 +88,8 @@ class Trainer:
         self.updated = self._accumulation.updated
         """Tensors, or rows of tensors, that the optimizer works on."""
         workspace = [self.gradients.data, *self.optimizer.workspace]
+        self._waiting: list[tuple[Batch, Metrics]] = []
+        """Batches whose gradients no optimizer step has applied yet, with their metrics."""
         self.memory = Offloadable(self._accumulation.persistent, workspace)
         """Memory that training needs in addition to the parameters."""
 
@@ -156,37 +158,98 @@ class Trainer:
         empty = 0
         for positions in steps:
             minibatch = batch.select(positions)
-            minibatch_metrics, learns = self._accumulate_gradients(
-                minibatch, method, options, sampled.select(positions)
-            )
-            metrics.update(minibatch_metrics)
+            found, learns = self._accumulate_gradients(minibatch, method, options, sampled.select(positions))
+            metrics.update(found)
             if not learns:
                 self.optimizer.discard()
                 empty += 1
                 continue
-            if method.stop(minibatch_metrics.result()):
+            if method.stop(found.result()):
                 self.optimizer.discard()
                 break
-            summed = self._accumulation.finalize()
-            options.before_update()
-            norm = self.optimizer.step(lr, head_scale=method.head_scale, summed=summed)
-            if isfinite(norm):
-                self._accumulation.spread()
-                self._skipped.count_applied()
-                metrics.mean("grad_norm", torch.tensor(norm), 1)
-            else:
-                quantity = find_first_not_finite(model, minibatch, minibatch_metrics, self.gradients)
-                self.optimizer.discard()
-                self._skipped.count_skipped(quantity, self._copy_for_report(minibatch))
+            metrics.update(
+                self._update(minibatch, found, lr, options.before_update, head_scale=method.head_scale)
+            )
+        metrics.update(self._end_updates(lr, empty))
+        if self._balance is not None:
+            metrics.update(self._balance.end_call())
+        metrics.update(method.finish())
+        return metrics
+
+    def accumulate(self, batch: Batch, method: TrainMethod, options: TrainOptions) -> Metrics:
+        """Add the gradients of this rank's items to those of earlier calls. `update` applies their sum.
+
+        Returns the metrics of `train`, without those of optimizer steps.
+        """
+        data = self.model.groups.data
+        batch, metrics = method.prepare(batch.to(self.model.device), data.sum)
+        reduce_metrics(metrics, data, self.model.device)
+        if self._balance is not None:
+            self._balance.begin_call()
+        sampled = SampledItems.of(batch, ())
+        found, learns = self._accumulate_gradients(batch, method, options, sampled, last=False)
+        if learns:
+            self._waiting.append((batch, found))
+        metrics.update(found)
+        if self._balance is not None:
+            metrics.update(self._balance.end_call())
+        metrics.update(method.finish())
+        return metrics
+
+    def update(self, lr: float, *, call: str, before_update: Callable[[], None] = lambda: None) -> Metrics:
+        """Make an optimizer step with the gradients of all `accumulate` calls since the last update.
+
+        Returns the metrics of optimizer steps, see `train`. Without gradients, or if one is not finite, nothing
+        changes. Raises SkippedStepsError like `train`.
+        """
+        self._skipped.begin_call(call)
+        metrics, waiting = Metrics(), self._waiting
+        if waiting:
+            # A report of gradients that are not finite names items of the latest batch.
+            metrics.update(self._update(*waiting[-1], lr, before_update))
+        else:
+            self.optimizer.discard()
+        self._waiting = []
+        metrics.update(self._end_updates(lr, empty=int(not waiting)))
+        return metrics
+
+    def _update(
+        self,
+        minibatch: Batch,
+        found: Metrics,
+        lr: float,
+        before_update: Callable[[], None],
+        head_scale: float = 1.0,
+    ) -> Metrics:
+        """Make an optimizer step, or skip it if a gradient is not finite. `found`: the metrics of `minibatch`."""
+        metrics = Metrics()
+        summed = self._accumulation.finalize()
+        before_update()
+        norm = self.optimizer.step(lr, head_scale=head_scale, summed=summed)
+        if isfinite(norm):
+            self._accumulation.spread()
+            self._skipped.count_applied()
+            metrics.mean("grad_norm", torch.tensor(norm), 1)
+        else:
+            quantity = find_first_not_finite(self.model, minibatch, found, self.gradients)
+            self.optimizer.discard()
+            self._skipped.count_skipped(quantity, self._copy_for_report(minibatch))
+        return metrics
+
+    def _end_updates(self, lr: float, empty: int) -> Metrics:
+        """Return the metrics of the optimizer steps of a call. `empty`: the number of steps that were left out."""
+        metrics = Metrics()
         for name, count in self._skipped.end_call().items():
             metrics.mean(name, torch.tensor(float(count)), 1)
         if empty:
             metrics.mean("empty_steps", torch.tensor(float(empty)), 1)
         metrics.mean("learning_rate", torch.tensor(lr), 1)
-        if self._balance is not None:
-            metrics.update(self._balance.end_call())
-        metrics.update(method.finish())
         return metrics
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether `accumulate` has added gradients that no `update` has applied."""
+        return bool(self._waiting)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of applied steps and the counts of skipped steps as JSON values; tensors are saved
@@ -212,6 +275,8 @@ class Trainer:
         method: TrainMethod,
         options: TrainOptions,
         sampled: SampledItems,
+        *,
+        last: bool = True,
     ) -> tuple[Metrics, bool]:
         """Accumulate the gradient of one mini-batch.
 
@@ -254,7 +319,7 @@ class Trainer:
                     passes[action.micro_batch] = done
                 del done  # without a backward pass, this frees the activations before the next forward pass
             elif gradients is not None:
-                accumulation.start_backward(last=action is actions[-1])
+                accumulation.start_backward(last=last and action is actions[-1])
                 self._backward(passes.pop(action.micro_batch), next(gradients))
                 accumulation.finish_backward()
             options.after_pass()

@@ -40,6 +40,7 @@ from realrl.program.instructions import (
 )
 from realrl.program.memory import EarlyLoads
 from realrl.program.text import format_instruction
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.stop_strings import StopStrings
 from realrl.runtime.measure.step_timer import StepTimer
 from realrl.runtime.measure.work_done import WorkDone, count_generation, read_passes
@@ -68,6 +69,8 @@ class StepInput:
     samples: int = 1
     """Number of samples for each prompt."""
     evaluation: bool = False
+    accumulates: bool = False
+    """Whether train calls only add their gradients to those of earlier calls, without an optimizer step."""
 
 
 @dataclass
@@ -207,6 +210,12 @@ class Worker:
                 return StopStrings.of(self._tokenizer, method.sampling_of(evaluation=now.input.evaluation))
         return None
 
+    def _find_stop_token_ids(self, sampling: GenerationConfig) -> tuple[int, ...]:
+        """Return the tokens that end an answer: those of the settings, or else the model's own."""
+        if sampling.ignore_eos:
+            return ()
+        return self._stop_token_ids if sampling.stop_token_ids is None else sampling.stop_token_ids
+
     def _needed(self, instruction: Instruction) -> str | None:
         """Return the call whose outputs or metrics an instruction needs, if the call's function still runs here.
 
@@ -273,7 +282,7 @@ class Worker:
                     batch,
                     method.prompts,
                     sampling=sampling,
-                    stop_token_ids=() if sampling.ignore_eos else self._stop_token_ids,
+                    stop_token_ids=self._find_stop_token_ids(sampling),
                     stop=StopStrings.of(self._tokenizer, sampling),
                     seed=replace(step.sampling_seed, call=number),
                     kv_capacity=max_tokens,
@@ -311,18 +320,23 @@ class Worker:
     def _train(self, run: Run, call: Call, batch: Batch, now: _Step) -> Metrics:
         minibatches = now.store.assignment(call)[run.placement.item_index(self._process.rank)]
         position = {item: i for i, item in enumerate(batch.ids)}
-        return self._roles.trainers[call.model_role].train(
+        trainer = self._roles.trainers[call.model_role]
+        method = cast(TrainMethod, self._algorithm.method(call.name))
+        options = TrainOptions(
+            max_tokens=run.placement.strategy.micro_batch_tokens,
+            recompute=run.placement.strategy.recompute,
+            after_pass=now.after_pass,
+            before_update=self._roles.before_change,
+            call=call.name,
+            candidates=call.candidates,
+        )
+        if now.input.accumulates:
+            return trainer.accumulate(batch, method, options)
+        return trainer.train(
             batch,
-            cast(TrainMethod, self._algorithm.method(call.name)),
+            method,
             [[position[item] for item in minibatch] for minibatch in minibatches],
-            TrainOptions(
-                max_tokens=run.placement.strategy.micro_batch_tokens,
-                recompute=run.placement.strategy.recompute,
-                after_pass=now.after_pass,
-                before_update=self._roles.before_change,
-                call=call.name,
-                candidates=call.candidates,
-            ),
+            options,
             lr=now.input.rates[call.model_role],
             replays=call.replays,
         )

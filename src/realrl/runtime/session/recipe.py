@@ -1,0 +1,118 @@
+"""The recipe behind a session: models with roles, and the calls that a loop of your own may make. No torch."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from pydantic import ValidationError, create_model
+
+from realrl.config.errors import UserError, join
+from realrl.config.explain import explain
+from realrl.dataflow.call import Call, Key, Kind
+from realrl.dataflow.graph import DataflowGraph
+from realrl.families.shape import Head
+from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec
+from realrl.recipe.checks import complete
+from realrl.recipe.data import DataConfig
+from realrl.recipe.experiment import Experiment, Models
+from realrl.recipe.generation import GenerationConfig
+from realrl.recipe.model import ModelConfig, TrainedModelConfig
+
+SEQUENCES = "sequences"
+"""Key of prompts with their answers."""
+
+
+class SessionExperiment(Experiment):
+    """Calls of a loop that the user writes, in no fixed order."""
+
+    data: DataConfig = DataConfig(train="none")
+    """Not used: the loop brings its own data."""
+    generation: GenerationConfig = GenerationConfig()
+
+    @cached_property
+    def graph(self) -> DataflowGraph:
+        """Every call that the loop may make, once. The calls exchange no keys, because the loop passes the data."""
+        trained = {
+            role for role, config in self.model_configs.items() if isinstance(config, TrainedModelConfig)
+        }
+        calls = [
+            call
+            for role, head in self.spec.heads.items()
+            for call in list_calls(role, head, trained=role in trained)
+        ]
+        keys = dict.fromkeys(key for call in calls for key in (*call.inputs, *call.outputs))
+        return DataflowGraph(calls, [Key(key, "int64") for key in keys])
+
+    @cached_property
+    def eval_graph(self) -> DataflowGraph | None:
+        """A session has no evaluation of its own."""
+        return None
+
+
+def list_calls(role: str, head: Head, *, trained: bool) -> list[Call]:
+    """List the calls of a role: generate for a language model, inference, and train for a trained role."""
+    calls = [Call(f"{role}.inference", role, Kind.INFERENCE, (SEQUENCES,), (), (SEQUENCES,))]
+    if head == "lm":
+        made = f"{role}_"
+        generated = (f"{made}{SEQUENCES}",)
+        calls.insert(
+            0,
+            Call(f"{role}.generate", role, Kind.GENERATE, ("prompts",), generated, ("prompts",), prefix=made),
+        )
+    if trained:
+        calls.append(Call(f"{role}.train", role, Kind.TRAIN, (SEQUENCES,), (), (SEQUENCES,)))
+    return calls
+
+
+def make_session_recipe(
+    models: Mapping[str, Any],
+    *,
+    train: Sequence[str],
+    scalar: Sequence[str],
+    settings: Mapping[str, Any],
+) -> Experiment:
+    """Make the recipe of a session.
+
+    `models`: the section of each role, as in recipes. `train`: the trained roles. `scalar`: the roles with a scalar
+    head, such as critics and reward models; the other roles are language models. `settings`: other settings at the
+    top level of recipes. Raises UserError for a mistake.
+    """
+    if not models:
+        raise UserError("models: give at least one model, as a mapping from role to model")
+    for option, roles in (("train", train), ("scalar", scalar)):
+        unknown = [role for role in roles if role not in models]
+        if unknown:
+            raise UserError(f"{option}: {unknown[0]} is not one of the models {join([*models])}")
+    for role in models:
+        if not role.isidentifier():
+            raise UserError(f"models: {role!r} is not a name of letters, digits and _")
+    fields: dict[str, Any] = {
+        role: (TrainedModelConfig if role in train else ModelConfig, ...) for role in models
+    }
+    section = create_model("SessionModels", __base__=Models, __doc__="The models of a session.", **fields)
+    recipe = create_model(
+        "SessionRecipe",
+        __base__=SessionExperiment,
+        __doc__=SessionExperiment.__doc__,
+        models=(section, ...),
+    )
+    spec = AlgorithmSpec(
+        name="session",
+        recipe=recipe,
+        roles={role: RoleSpec("scalar" if role in scalar else "lm") for role in models},
+        form="prompt",
+        train_graph=lambda experiment: experiment.graph,
+        eval_graph=None,
+        generation=lambda experiment: experiment.generation,
+        methods=lambda *_: None,
+        trains=bool(train),
+        headlines=(),
+        curves={},
+        summary=(),
+    )
+    given = {"algorithm": "session", "run_dir": ".", **settings, "models": dict(models)}
+    try:
+        experiment = recipe.model_validate(given)
+    except ValidationError as error:
+        raise UserError(explain(error, recipe)) from None
+    return complete(experiment, spec)
