@@ -1,4 +1,4 @@
-"""PPO: settings, calls and description. No torch."""
+"""PPO: settings, calls and description. This module does not import torch."""
 
 from collections.abc import Iterable
 from typing import Literal, Self

@@ -1,4 +1,7 @@
-"""Learning from preference pairs (DPO, ORPO, SimPO): settings, calls and descriptions. No torch."""
+"""Learning from preference pairs (DPO, ORPO, SimPO): settings, calls and descriptions.
+
+This module does not import torch.
+"""
 
 from typing import Any, Literal, Self
 

@@ -1,4 +1,7 @@
-"""Reward modelling on pairs, ranked answers or steps: settings, calls and descriptions. No torch."""
+"""Reward modelling on pairs, ranked answers or steps: settings, calls and descriptions.
+
+This module does not import torch.
+"""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""Sampling without training, which `realrl generate` runs: settings, calls and description. No torch."""
+"""Sampling without training, which `realrl generate` runs: settings, calls and description.
+
+This module does not import torch.
+"""
 
 from realrl.algorithms.policy import GENERATE, KEYS
 from realrl.algorithms.rewards.config import (

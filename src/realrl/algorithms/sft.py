@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: settings, calls and description. No torch."""
+"""Supervised fine-tuning: settings, calls and description. This module does not import torch."""
 
 from realrl.config.lazy import import_later
 from realrl.dataflow.call import Call, Key, Kind

@@ -1,4 +1,7 @@
-"""Hardware of this machine: fastest matrix products of its processor, GPUs, Triton's compiler. No torch."""
+"""Hardware of this machine: fastest matrix products of its processor, GPUs, Triton's compiler.
+
+This module does not import torch.
+"""
 
 import fcntl
 import hashlib

@@ -1,4 +1,7 @@
-"""PEFT's `adapter_config.json`, to and from the settings of low-rank adapters. No torch."""
+"""PEFT's `adapter_config.json`, to and from the settings of low-rank adapters.
+
+This module does not import torch.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""Which matrices a quantised model stores as bytes, and the tensors of scales that it has beside them. No torch."""
+"""Which matrices a quantised model stores as bytes, and the tensors of scales that it has beside them.
+
+This module does not import torch.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The global tensors of a model, before any rank holds a part of them. No torch."""
+"""The global tensors of a model, before any rank holds a part of them. This module does not import torch."""
 
 from dataclasses import dataclass, replace
 from enum import StrEnum

@@ -1,4 +1,7 @@
-"""Rewards of a recipe: one term, or a weighted mixture of named terms, and the calls that compute it. No torch."""
+"""Rewards of a recipe: one term, or a weighted mixture of named terms, and the calls that compute it.
+
+This module does not import torch.
+"""
 
 import re
 from collections.abc import Collection, Mapping

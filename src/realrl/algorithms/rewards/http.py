@@ -1,4 +1,7 @@
-"""Rewards from a service: one of the user's own, or a judge behind an OpenAI-style chat endpoint. No torch."""
+"""Rewards from a service: one of the user's own, or a judge behind an OpenAI-style chat endpoint.
+
+This module does not import torch.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""Verifier of mathematical equality, by the library math-verify in a process of its own. No torch.
+"""Verifier of mathematical equality, by the library math-verify in a process of its own.
+
+This module does not import torch.
 
 Reading an expression, and comparing two, may never end. math-verify limits both by alarm signals, and refuses to
 work outside the main thread of a process. A run calls its reward functions in other threads.
