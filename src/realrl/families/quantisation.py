@@ -28,7 +28,7 @@ def name_scale(matrix: str) -> str:
 
 
 def is_scale(spec: TensorSpec) -> bool:
-    """Tell whether a tensor holds scales, which files do not have: they are computed when a model is read."""
+    """Return whether a tensor holds scales, which files do not have: they are computed when a model is read."""
     return spec.init is Init.SCALE
 
 

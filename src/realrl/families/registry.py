@@ -73,7 +73,7 @@ def model_tensors(shape: ModelShape, head: Head) -> tuple[TensorSpec, ...]:
 
 
 def ties_embeddings(shape: ModelShape, head: Head) -> bool:
-    """Tell whether the embedding table is also the head, so that both ends of a pipeline hold it."""
+    """Return whether the embedding table is also the head, so that both ends of a pipeline hold it."""
     return any(spec.place is Place.BOTH_ENDS for spec in model_tensors(shape, head))
 
 

@@ -91,7 +91,7 @@ class ConfigReader:
         return default if value is None else value
 
     def has(self, key: str, default: Any = None) -> bool:
-        """Tell whether a setting has a value: its own, or a default if it is absent. An explicit null is not a
+        """Return whether a setting has a value: its own, or a default if it is absent. An explicit null is not a
         value."""
         self._read.add(key)
         return self._config[key] is not None if key in self._config else default is not None

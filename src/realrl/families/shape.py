@@ -246,7 +246,7 @@ class ModelShape(Settings):
         return self.model_copy(update={"layers": layers, "windowed_layers": tuple(sorted(order[:count]))})
 
     def layer_kind(self, layer: int) -> tuple[bool, bool]:
-        """Tell whether a layer has a window, and whether it rotates heads; layers that agree in both compute
+        """Return whether a layer has a window, and whether it rotates heads; layers that agree in both compute
         alike."""
         return layer in self.windowed_layers, layer not in self.unrotated_layers
 

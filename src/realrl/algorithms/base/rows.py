@@ -48,7 +48,7 @@ class Responses:
 
     @classmethod
     def find(cls, batch: Batch) -> "Responses":
-        """Find the answers in `sequences`, or only those that the field `kept` marks if the batch has this field."""
+        """Find the answers in `sequences`, or only those that the field `kept` marks if there is such a field."""
         kept = batch["kept"].values if "kept" in batch.fields else None
         return cls.of(batch["sequences"], batch["prompt_length"], kept=kept)
 

@@ -1,8 +1,8 @@
-"""Process that runs generated Python under tests. It runs as a script and imports nothing of the package.
+"""Process that runs generated Python under tests. It runs as a script, and imports nothing from this package.
 
 It reads one JSON object from its input, and answers with another one. Before it runs the code, it isolates itself
-as far as the machine allows: Linux namespaces remove the network, write access to files and the view of other
-processes; limits hold for CPU seconds, memory, files and processes.
+as far as the machine allows. Linux namespaces remove the network, write access to files and the view of other
+processes. CPU seconds, memory, files and processes are limited.
 """
 
 import ctypes
@@ -83,7 +83,8 @@ def run_tests(code: str, tests: list[str]) -> list[bool]:
     names: dict[str, Any] = {"__name__": "solution", "__builtins__": __builtins__}
     if not _passes(lambda: exec(compile(code, "solution.py", "exec"), names)):
         return [False] * len(tests)
-    return [_passes(lambda t=test: exec(compile(t, "test.py", "exec"), names)) for test in tests]  # type: ignore[misc]
+    return [_passes(lambda t=test: exec(compile(t, "test.py", "exec"), names)) for test in tests]  # type:
+    ignore[misc]
 
 
 def _passes(run: Callable[[], None]) -> bool:
@@ -95,7 +96,7 @@ def _passes(run: Callable[[], None]) -> bool:
 
 
 def run_job() -> None:
-    """Read a job from standard input and run it in a child: only children enter the new process namespace."""
+    """Read a job from standard input, and run it in a child. Only children enter the new process namespace."""
     job = json.load(sys.stdin)
     # Only this process knows where the answer goes.
     answers = os.dup(1)
