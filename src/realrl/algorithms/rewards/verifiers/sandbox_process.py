@@ -83,8 +83,7 @@ def run_tests(code: str, tests: list[str]) -> list[bool]:
     names: dict[str, Any] = {"__name__": "solution", "__builtins__": __builtins__}
     if not _passes(lambda: exec(compile(code, "solution.py", "exec"), names)):
         return [False] * len(tests)
-    return [_passes(lambda t=test: exec(compile(t, "test.py", "exec"), names)) for test in tests]  # type:
-    ignore[misc]
+    return [_passes(lambda t=test: exec(compile(t, "test.py", "exec"), names)) for test in tests]  # type: ignore[misc]
 
 
 def _passes(run: Callable[[], None]) -> bool:
