@@ -21,7 +21,7 @@ _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 """First words of file names in a directory with several splits."""
 
 RecordReader = Callable[[str, Rejects], Iterator[Record]]
-"""Yields the records of a source; the default is `read_records`."""
+"""Function that yields the records of a source, such as `read_records`."""
 
 
 def read_records(source: str, rejects: Rejects) -> Iterator[Record]:
@@ -108,7 +108,7 @@ def _read_directory(directory: str, split: str | None, rejects: Rejects) -> Iter
 
 
 def _find_split(file: str) -> str:
-    """Find the split at the beginning of a file name, such as `train-00000-of-00002.parquet`; empty if none."""
+    """Find the split at the beginning of a file name such as `train-00000-of-00002.parquet`; empty if none."""
     first = re.match(r"[a-z]*", Path(file).name.lower())
     assert first is not None, "the pattern may match nothing"
     return first[0] if first[0] in _SPLITS else ""

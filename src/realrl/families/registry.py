@@ -78,7 +78,7 @@ def ties_embeddings(shape: ModelShape, head: Head) -> bool:
 
 
 def find_layer_options(shape: ModelShape) -> LayerOptions:
-    """Find what a model's layers compute: the shape's own options, otherwise those of its family."""
+    """Find the options of a model's layers: the shape's own options or, if it has none, its family's options."""
     return find_family(shape.family).layer if shape.layer is None else shape.layer
 
 

@@ -39,7 +39,7 @@ def describe_settings(
 
     A value is the one in `given`, or the default. Sections that are null by default are commented out. If a section
     appears again, a comment refers to its first place. `section`: dotted path of the only section to show, inside
-    its parents; UserError if it does not exist. `common`: show only common settings.
+    its parents. Raises UserError if it does not exist. `common`: show only common settings.
     """
     wanted = set(list_paths(cls))
     if section is not None:
