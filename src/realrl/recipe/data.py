@@ -35,7 +35,7 @@ class DataConfig(Settings):
     """Maximum length of prompt and answer together, in tokens."""
     max_prompt_tokens: PositiveInt = 512
     """Maximum length of a prompt in tokens. The prompt is everything before the first answer to train on. If
-    `max_tokens` is less than the default, it is the limit."""
+    `max_tokens` is below the default of this setting, the default is `max_tokens`."""
     on_error: Literal["fail", "skip"] = "fail"
     """What to do with a malformed record. Skipped records are counted and reported."""
     on_too_long: Literal["fail", "skip", "keep_start", "keep_end"] | None = None

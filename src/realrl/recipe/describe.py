@@ -37,7 +37,7 @@ def describe_settings(
 ) -> str:
     """Write commented YAML of a settings class: each field with its meaning, its type, and its value.
 
-    A value is the one in `given`, or the default. Sections that are null by default are commented out. If a section
+    A value comes from `given`, or is the default. Sections that are null by default are commented out. If a section
     appears again, a comment refers to its first place. `section`: dotted path of the only section to show, inside
     its parents. Raises UserError if it does not exist. `common`: show only common settings.
     """

@@ -16,7 +16,7 @@ JUDGE = "judge"
 WIN_RATE = "win_rate"
 """Metric of evaluations that have `evaluation.against`, by rewards."""
 JUDGE_WIN_RATE = "judge_win_rate"
-"""Metric of evaluations that have both: the win rate by the scores of `evaluation.judge`."""
+"""Metric of evaluations with both `evaluation.against` and `evaluation.judge`: the win rate by the judge's scores."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,12 @@ class AnswerReader:
     """Key of the evaluation graph with the score of each answer: 1 if it is right. Equal answers have equal
     scores."""
     read: Callable[[str], str | None]
-    """Returns the answer in a completion as text, the same text for equal answers. None without an answer."""
+    """Returns the answer in a completion as text. Equal answers have the same text. None if there is no answer."""
 
 
 class BestConfig(Settings):
-    """The metric that decides which evaluation is best. Its trained models are kept in RUN_DIR/best."""
+    """The metric that decides which evaluation is best. The trained models of this evaluation are kept in
+    RUN_DIR/best."""
 
     metric: str
     """Name of a metric of evaluations: `call/name` as in metrics.jsonl, or `pass@1`, `majority@8`, `win_rate`,

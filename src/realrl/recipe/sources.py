@@ -43,7 +43,7 @@ def is_glob(source: str) -> bool:
 
 
 def make_source_absolute(source: str) -> str:
-    """Make the path of a source absolute: an existing path, a glob, or `DIR:SPLIT`. Names of hub data sets stay."""
+    """Make an existing path, a glob or `DIR:SPLIT` absolute. Names of data sets on the hub stay unchanged."""
     name, split = split_source(source)
     if name and not os.path.exists(local_path(source)):
         return f"{make_absolute(name)}:{split}"
