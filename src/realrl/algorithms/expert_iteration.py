@@ -35,7 +35,7 @@ class ExpertIterationConfig(Settings):
     that scores right answers 1, the algorithm is ReST-EM (Singh et al. 2023)."""
     aggregate: Literal["token_mean", "sequence_mean"] = "token_mean"
     """Loss of a mini-batch: the mean of -log p over all learnt tokens, or the mean over answers of the mean over
-    their tokens. Probabilities are those at generation.temperature."""
+    their tokens. Probabilities are computed at generation.temperature."""
     minibatches: PositiveInt = 1
     """Optimizer steps per pass over a batch; must divide `data.batch`. A mini-batch with nothing to learn makes no
     step."""

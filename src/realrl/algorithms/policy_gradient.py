@@ -81,8 +81,8 @@ class PolicyGradientConfig(ReferenceConfig):
     epochs: PositiveInt = 1
     """Passes over each batch."""
     recompute_logprobs: bool = False
-    """Recompute the old log-probabilities with the trained model, in a separate call, instead of using those that
-    the sampler recorded."""
+    """Recompute the old log-probabilities with the trained model, in a separate call, instead of using the
+    log-probabilities that the sampler recorded."""
     sampler_correction: Literal["none", "truncate", "mask"] = "none"
     """Multiply the loss of each token by its recomputed probability divided by its recorded probability. `truncate`
     limits this weight to `sampler_cap`. `mask` sets it to 0 above the cap and below the inverse of the cap. Needs

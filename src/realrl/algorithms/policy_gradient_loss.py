@@ -202,7 +202,7 @@ class PolicyGradientTrain(PolicyTrain):
         return answers.total if self._config.aggregate == "token_mean" else int((answers.counts > 0).sum())
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
-        """Sum the policy loss of all tokens as `aggregate` says. If `kl.place` is `loss`, add the divergence."""
+        """Sum the policy loss of all tokens, weighted by `aggregate`; with kl.place=loss, add the divergence."""
         assert output.logprobs is not None and output.entropy is not None
         config = self._config
         answers = Responses.find(batch)
@@ -251,7 +251,7 @@ class PolicyGradientTrain(PolicyTrain):
         return ratio.clamp(max=cap) if mode == "truncate" else torch.where(beyond, 0.0, ratio)
 
     def _aggregate(self, loss: Tensor, answers: Responses) -> Tensor:
-        """Sum the losses of tokens as `aggregate` says. The engine then divides the sum by `weight`."""
+        """Sum the losses of tokens with the weights of `aggregate`. The engine then divides the sum by `weight`."""
         match self._config.aggregate:
             case "token_mean" | "sequence_sum":
                 return loss.sum()

@@ -39,8 +39,8 @@ class PPOConfig(ReferenceConfig):
     clip: PositiveFloat = 0.2
     """Clip the probability ratio to [1 - clip, 1 + clip]."""
     value_clip: PositiveFloat | None = 0.2
-    """How far values may move from the old values before the loss is clipped. The unit is that of rewards or, with
-    `value_norm`, the standard deviation of returns. null for no clipping."""
+    """How far values may move from the old values before the loss is clipped. Values have the unit of rewards. With
+    `value_norm`, the unit is the standard deviation of returns. null for no clipping."""
     minibatches: PositiveInt = 4
     """Optimizer steps per pass over a batch; must divide `data.batch`."""
     epochs: PositiveInt = 1
@@ -60,8 +60,8 @@ class PPOConfig(ReferenceConfig):
     reward_clip: PositiveFloat | None = 10.0
     """Limit of the absolute reward; null for no limit. Values are not limited."""
     early_stop_ratio: PositiveFloat | None = 5.0
-    """Skip the rest of a batch when the mean probability ratio of a mini-batch exceeds this number. null never
-    skips."""
+    """Skip the remaining mini-batches of a step when the mean probability ratio of a mini-batch exceeds this
+    number. null never skips."""
     truncated: Literal["score", "bootstrap"] = "score"
     """Treatment of answers without end of sequence. `score` uses their score, as for finished answers. `bootstrap`
     ignores their score, and uses the critic's value of the last state as the return of the missing tokens."""

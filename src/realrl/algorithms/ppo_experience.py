@@ -120,7 +120,7 @@ def to_reward_scale(values: Tensor, config: PPOConfig) -> Tensor:
 
 
 def scored(finished: Tensor, config: PPOConfig) -> Tensor:
-    """Mark the sequences whose score counts: with `truncated: bootstrap`, the finished ones, otherwise all.
+    """Mark the sequences whose score counts. With `truncated: bootstrap`, only scores of finished sequences count.
 
     finished: [N] -> [N] bool
     """

@@ -94,7 +94,7 @@ class ActorTrain(PolicyTrain):
         return self._stopped
 
     def finish(self) -> Metrics:
-        """Report `early_stopped`: 1 if the rest of the batch was skipped, else 0."""
+        """Report `early_stopped`: 1 if mini-batches of the step were skipped, else 0."""
         metrics = Metrics()
         metrics.mean("early_stopped", torch.tensor(float(self._stopped)), 1.0)
         return metrics

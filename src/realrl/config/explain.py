@@ -20,7 +20,7 @@ _KEY = "[key]"
 """Last part of pydantic's location if the key itself is wrong."""
 
 CONSEQUENCE = "consequence"
-"""Error type of a field that cannot be read because of another field's error; it is not counted."""
+"""Error type of a field that cannot be read because of another field's error. Such errors are not shown."""
 
 _LONG = 80
 """Maximum characters of a value that an error message repeats."""
@@ -149,7 +149,7 @@ def explain(
 
 
 def join_mistakes(messages: Sequence[str], *, most: int = MOST_MISTAKES) -> str:
-    """Join messages: one line for each of the first `most` messages, then the number of the remaining ones."""
+    """Join messages: one line for each of the first `most` messages, then the number of remaining messages."""
     others = len(messages) - most
     text = "\n  ".join(messages[:most])
     if others <= 0:

@@ -51,7 +51,7 @@ def write_all(file: io.RawIOBase, data: memoryview) -> None:
 
 
 def as_os_error(error: BaseException) -> OSError | None:
-    """Find the operating system's error behind an exception; None if there is none.
+    """Find the operating system's error that caused an exception; None if there is none.
 
     The Rust code of safetensors and tokenizers raises its own exceptions, with the error number in the text.
     """

@@ -1,4 +1,4 @@
-"""What this machine has: the fastest matrix products of its processor, GPUs, and a compiler for Triton.
+"""Properties of this machine: the fastest matrix products of its processor, GPUs, and a compiler for Triton.
 
 This module does not import torch.
 """

@@ -28,7 +28,7 @@ _TEXT_TOKENS = _split("begin bos class cls end eos image mask pad sep special st
 _ABOUT = _split("dir directory endpoint env file name path uri url variable")
 """Last words of names that describe a secret but do not contain one."""
 _QUERY = _split("auth code key sig signature")
-"""Parameters of addresses that hold secrets, in addition to those with secret names."""
+"""Parameters of addresses that hold secrets, in addition to parameters with secret names."""
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _USER = re.compile(r"://[^/\s'\"<>]*@")

@@ -29,7 +29,7 @@ class Family:
     """Turn a shape and its layer options into settings of `config.json`, from which `read_config` makes the same
     shape."""
     layer: LayerOptions = field(default_factory=LayerOptions)
-    """What layers compute, unless the shape has options of its own."""
+    """Options of layers, unless the shape has its own options."""
     tensors: Callable[[ModelShape, Head, LayerOptions], Sequence[TensorSpec]] = decoder_tensors
     """List all tensors of a model in storage order, named as in Hugging Face files."""
     mixture: bool = False

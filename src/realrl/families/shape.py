@@ -51,7 +51,7 @@ class LayerOptions(Settings):
     embedding_scale: PositiveFloat | Literal["root"] = 1.0
     """Factor of embeddings, rounded to their dtype; `root` is the square root of the hidden size (Gemma)."""
     residual_scale: PositiveFloat = 1.0
-    """Factor of what each block adds to the residual stream (Granite)."""
+    """Factor of each block's output before it is added to the residual stream (Granite)."""
     logit_scale: PositiveFloat = 1.0
     """Factor of the logits."""
     logit_cap: PositiveFloat | None = None
@@ -66,7 +66,7 @@ class LayerOptions(Settings):
 
 MOST_EXPERTS = 10**4
 Experts = Annotated[int, Field(gt=0, le=MOST_EXPERTS)]
-"""Number of experts. Code loops over them, hence a limit of about ten times the largest published number."""
+"""Number of experts. Code loops over experts, so the limit is about ten times the largest published number."""
 
 
 class Mixture(Settings):
@@ -102,8 +102,8 @@ Size = Annotated[int, Field(gt=0, le=10**9)]
 
 MOST_LAYERS = 10**4
 Count = Annotated[int, Field(gt=0, le=MOST_LAYERS)]
-"""Number of layers or heads. Code loops over them, hence a limit of about ten times the largest published
-number."""
+"""Number of layers or heads. Code loops over layers and heads, so the limit is about ten times the largest
+published number."""
 
 Index = Annotated[int, Field(ge=0)]
 
@@ -216,7 +216,7 @@ class ModelShape(Settings):
     mixture: Mixture | None = None
     """Experts of each layer and their router; null for one feed-forward block per layer."""
     layer: LayerOptions | None = None
-    """What layers compute; null for what the family's layers usually compute."""
+    """Options of layers; null for the usual options of the family."""
     lora: LowRank | None = Field(default=None, json_schema_extra=DERIVED)
     """Low-rank adapters of a role (`models.ROLE.lora`); they are not part of its `config.json`."""
     quantised: Quantisation | None = Field(default=None, json_schema_extra=DERIVED)

@@ -59,10 +59,10 @@ parameter.
 
 `qkv` holds queries, keys and values. `gate_up` holds gate and up, or only up if the block has no gate. In a
 mixture, `router` has one row per expert; `experts_gate_up` holds gate and up of the first expert, then of the
-second, and so on, and `experts_down` likewise. `positions` are learned position vectors. `sinks` are extra
-attention scores, one per query head. Norms apply to the input of a block, post norms to its output. `scalar_head`
-computes the output of a reward model or critic. The last entries are adapters of matrices (`families/adapters.py`)
-and scales of quantised matrices (`families/quantisation.py`).
+second, and so on, and `experts_down` has the same order. `positions` are learned position vectors. `sinks` are
+extra attention scores, one per query head. Norms apply to the input of a block, post norms to its output.
+`scalar_head` computes the output of a reward model or critic. The last entries are adapters of matrices
+(`families/adapters.py`) and scales of quantised matrices (`families/quantisation.py`).
 """
 
 Quantisation = Literal["int8", "fp8"]

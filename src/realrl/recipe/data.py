@@ -58,8 +58,8 @@ class DataConfig(Settings):
     max_pairs_per_prompt: PositiveInt = 8
     """Maximum number of pairs from one record with `pos_answers` and `neg_answers`."""
     pair_weight: Literal["pair", "prompt"] = "pair"
-    """What has equal weight: every `pair`, or every `prompt`. With `prompt`, each of the n pairs of a record has
-    weight 1/n."""
+    """`pair` gives every pair the same weight. `prompt` gives every prompt the same weight, so each of the n pairs
+    of a record has weight 1/n."""
     shuffle: bool = True
     """Shuffle records, depending on the seed; false keeps their order."""
 

@@ -74,8 +74,8 @@ class _Lines:
         """`given`: values by dotted path. `wanted`: dotted paths to show."""
         self._given, self._wanted = given, wanted
         self._shown: dict[type[Settings], tuple[str, dict[str, Any]]] = {}
-        """For each class: where it was shown, and the defaults that differed there from the defaults of the
-        class."""
+        """Class -> dotted path under which it was shown, and the defaults there that differed from the class's
+        defaults."""
 
     def describe(
         self, cls: type[Settings], section: Settings | None = None, prefix: str = ""

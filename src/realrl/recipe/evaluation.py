@@ -16,7 +16,7 @@ JUDGE = "judge"
 WIN_RATE = "win_rate"
 """Metric of evaluations that have `evaluation.against`, by rewards."""
 JUDGE_WIN_RATE = "judge_win_rate"
-"""Metric of evaluations with both `evaluation.against` and `evaluation.judge`: the win rate by the judge's scores."""
+"""Metric of evaluations with `evaluation.against` and `evaluation.judge`: the win rate by the judge's scores."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class EvaluationConfig(Settings):
     text."""
     min_new_tokens: NonNegativeInt | None = None
     """Value for evaluation instead of `generation.min_new_tokens`; null for the same value. If training forbids
-    early ends, 0 evaluates the model as it will be used."""
+    early ends, 0 evaluates the model without this restriction, as in later use."""
     greedy: bool | None = None
     """Value for evaluation instead of `generation.greedy`; null for the same value."""
     temperature: float | None = Field(default=None, ge=0.01, le=100)

@@ -34,9 +34,8 @@ class ModelConfig(Settings):
     shape: ModelShape | None = Field(
         default=None,
         description="Sizes of a model to initialise from scratch, if there is no `path`. Give a section with all"
-        " sizes, a Hugging Face `config.json`, a directory that holds one, or the name of a published model. Names are "
-        + ", ".join(SHAPES)
-        + ".",
+        " sizes, a Hugging Face `config.json`, a directory that holds one, or the name of a published model. Names"
+        " are " + ", ".join(SHAPES) + ".",
     )
     tokenizer: PathOrName | None = None
     """Tokenizer directory or hub name; by default `path`."""

@@ -100,7 +100,7 @@ def _read_entry(entry: Any) -> RecordSource:
 
 
 def _check(value: Any) -> Any:
-    """Check the sources and make their paths absolute. A text, list or mapping stays what it is."""
+    """Check the sources and make their paths absolute. A text stays a text, a list a list, a mapping a mapping."""
     listed = list_sources(value)
     # Check again, because two different texts may name the same file.
     list_sources([make_source_absolute(source.path) for source in listed])

@@ -223,7 +223,7 @@ class FunctionInput:
 
 
 class FunctionMethod(Protocol):
-    """Method of a `function` call, which runs on the host in a thread beside other calls of its rank."""
+    """Method of a `function` call. It runs on the host in a separate thread, while the rank runs other calls."""
 
     def load(self) -> None:
         """Prepare the function, on each rank that calls it, before models load. Raises UserError if that fails."""

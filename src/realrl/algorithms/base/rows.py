@@ -48,7 +48,7 @@ class Responses:
 
     @classmethod
     def find(cls, batch: Batch) -> "Responses":
-        """Find the answers in `sequences`, or only those that the field `kept` marks if there is such a field."""
+        """Find the answers in `sequences`. If there is a field `kept`, only the answers that it marks count."""
         kept = batch["kept"].values if "kept" in batch.fields else None
         return cls.of(batch["sequences"], batch["prompt_length"], kept=kept)
 
@@ -62,7 +62,7 @@ class Responses:
         return row_sums(values, self.row, len(self.lengths))
 
     def pad(self, values: Tensor) -> Tensor:
-        """Put each answer into a row of its own, with zeros behind it. values: [A] -> [N, longest answer]"""
+        """Put each answer into its own row, and fill the row with zeros. values: [A] -> [N, longest answer]"""
         width = int(self.counts.max()) if len(self.lengths) else 0
         out = values.new_zeros(len(self.lengths), width)
         out[self.row, self.column] = values

@@ -32,12 +32,12 @@ LONGEST_WAIT = 60.0
 LARGEST_ANSWER = 16 << 20
 """Maximum bytes of an answer."""
 GIVEN_UP_AFTER = 5
-"""After this many requests in a row that failed in spite of retries, the rest of a batch is not sent."""
+"""After this many requests in a row that failed in spite of retries, no more requests of a batch are sent."""
 NUMBER = r"([-+]?\d+(?:\.\d+)?)"
 
 
 class HttpConfig(Settings):
-    """A service that scores samples: one of your own, or a judge behind an OpenAI-style chat endpoint."""
+    """A service that scores samples: your own service, or a judge behind an OpenAI-style chat endpoint."""
 
     url: str
     """Address (http or https) that requests are posted to. For `chat`, it looks like

@@ -79,7 +79,7 @@ class _Comparison:
         """The file of math-verify that the process has imported."""
 
     def try_out(self) -> None:
-        """Compare known pairs. Raises UserError if the process ends, or gives a wrong answer."""
+        """Compare known pairs. Raises UserError if the process ends, or returns a wrong answer."""
         for text, right, equal in _KNOWN_PAIRS:
             try:
                 answer = self._ask(text, right, extracted=True)
@@ -145,8 +145,8 @@ class _Comparison:
         """Start the process, and wait until it is ready. Raises MathProcessError if it is not."""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the process
         self._process = subprocess.Popen(
-            # With -P, Python does not import modules beside the program, such as this math.py, in place of the
-            # standard library's.
+            # Without -P, Python would import modules of the program's directory, such as this math.py, in place of
+            # modules of the standard library.
             [sys.executable, "-P", str(PROGRAM)],
             env=_leave_out_working_directory(os.environ),
             stdin=subprocess.PIPE,
