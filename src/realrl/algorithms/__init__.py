@@ -1,4 +1,4 @@
-"""Names for writing an algorithm of your own. Importing this module loads torch only once you use a name from it.
+"""Names for writing an algorithm of your own. Importing this module does not import torch; using its names may.
 
 | part | names |
 |---|---|

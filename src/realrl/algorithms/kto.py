@@ -90,7 +90,7 @@ def _refer(config: KTOConfig) -> Call:
 
 
 def make_kto_graph(config: KTOConfig) -> DataflowGraph:
-    """Make the graph that trains the actor. It first estimates the divergence if the loss needs it."""
+    """Make the graph that trains the actor. The graph first estimates the divergence if the loss needs it."""
     inputs: tuple[str, ...] = ("tokens", "prompt_length", "label", "ref_logps")
     calls = [_refer(config)]
     if config.estimates_kl:

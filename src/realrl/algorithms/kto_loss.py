@@ -26,7 +26,7 @@ def compute_kto_loss(config: KTOConfig, *, log_ratio: Tensor, good: Tensor, kl: 
 
 
 def _sum_logprobs(rows: Ragged, starts: Tensor, output: ModelOutput) -> Tensor:
-    """Sum the log-probabilities of the tokens of each row, from its position in `starts` [N] on. -> [N] float64"""
+    """Sum the log-probabilities of the tokens of row i from position `starts[i]` on. starts: [N] -> [N] float64"""
     assert output.logprobs is not None
     answers = Responses.of(rows, Ragged.scalars(starts))
     return answers.row_sums(output.logprobs[answers.index])

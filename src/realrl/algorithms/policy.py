@@ -80,8 +80,8 @@ class PolicyModels(Models):
     """The policy."""
     ref: ModelConfig | None = Field(default=ModelConfig(), json_schema_extra=PRESENCE)
     """Frozen reference policy. Without a `path` it is the actor's starting point, and without a `dtype` it takes
-    the actor's. With `kl.coef=0` there is no reference, unless the recipe has this section. It then only measures
-    the divergence."""
+    the actor's. With `kl.coef=0` there is no reference, unless the recipe has this section. The reference then only
+    measures the divergence."""
     reward: ModelConfig | None = None
     """Frozen reward model, a sequence classifier with one label. null if `reward` names another reward."""
 

@@ -109,7 +109,7 @@ class Experience:
 
 
 def add_to_batch(batch: Batch, experience: Experience, **values: Tensor) -> Batch:
-    """Add numbers of action tokens, [A] each, as rows with one number per token of `sequences`; also add `kept`."""
+    """Add rows with one number per token: `values` ([A] each) on the actions, 0 elsewhere. Add the mask `kept`."""
     rows = {name: experience.actions.spread(value.float()) for name, value in values.items()}
     return batch.with_fields(**rows, kept=Ragged.scalars(experience.kept.float()))
 

@@ -123,7 +123,7 @@ def value_loss(*, values: Tensor, old_values: Tensor, returns: Tensor, clip: flo
     """Compute the clipped squared error of values (as in OpenAI baselines' ppo2).
 
     The loss of a value v with return R is 0.5 max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2). If `clip` is
-    None, it is 0.5 (v - R)^2.
+    None, the loss is 0.5 (v - R)^2.
 
     values, old_values, returns: [A]; the gradient flows through `values` only.
     """

@@ -17,8 +17,8 @@ from realrl.recipe.experiment import Experiment, Models
 from realrl.recipe.model import ModelConfig, TrainedModelConfig
 
 _PER_TOKEN = ("ipo", "odds_ratio")
-"""Losses that compare scores per token. The target of `ipo` is a fixed difference, which would not fit sums over
-tokens of different number."""
+"""Losses that compare scores per token. `ipo` has a fixed target difference of scores, which would be easier to
+reach with long answers if scores were sums over tokens."""
 
 
 class PreferenceModels(Models):

@@ -185,7 +185,7 @@ class PreferenceMethod(RefLogprobs, PlainTrain):
         return metrics
 
     def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
-        """Compute the mean number of NLL tokens per pair over all ranks, by which the NLL of a pair is divided."""
+        """Compute the mean number of NLL tokens per pair over all ranks. `loss` divides the NLL of a pair by it."""
         if self._config.nll_coef > 0:
             weights = pair_weights(batch)
             tokens = (_count_nll_tokens(self._config, batch) * weights).sum()

@@ -37,9 +37,9 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _keep_defaults(cls, given: Any) -> Any:
-        """Complete a section that is given in part from the default of its field.
+        """Fill in the settings that a given section lacks from the default of the section's field.
 
-        Otherwise pydantic would take missing settings from the defaults of the section's class, although two
+        Otherwise pydantic would take these settings from the defaults of the section's class, although two
         algorithms may share the class and differ in their defaults.
         """
         if not isinstance(given, Mapping):

@@ -114,7 +114,7 @@ def section_class(field: FieldInfo) -> type[Settings] | None:
 
 
 def find_settings(name: str, base: type[Settings] = Settings) -> type[Settings] | None:
-    """Find the settings class with a name among the subclasses of `base`; None if there is none."""
+    """Find the class named `name` among the direct and indirect subclasses of `base`; None if there is none."""
     for cls in base.__subclasses__():
         found = cls if cls.__name__ == name else find_settings(name, cls)
         if found is not None:

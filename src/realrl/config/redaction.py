@@ -11,7 +11,7 @@ REDACTED = "<redacted>"
 """Replaces a secret."""
 
 _LINE = 20
-"""Minimum characters of one line of a secret with several lines. Longer lines are also replaced on their own."""
+"""Minimum characters of a line of a secret with several lines. Such lines are also replaced on their own."""
 _SHORT = 8
 """Minimum characters of an environment value that is replaced. Shorter values such as `1` occur everywhere."""
 

@@ -14,8 +14,8 @@ def partition(costs: Sequence[int], parts: int) -> list[list[int]]:
     """Split items into `parts` of nearly equal cost. Positions ascend within a part.
 
     Items are taken longest first, and each goes to the cheapest part so far (Graham 1969, "Bounds on
-    multiprocessing timing anomalies"). With at least `parts` items, no part is empty. Raises ValueError for parts <
-    1.
+    multiprocessing timing anomalies"). With at least `parts` items, no part is empty. Raises ValueError if `parts`
+    is below 1.
     """
     if parts < 1:
         raise ValueError(f"cannot split into {parts} parts")

@@ -74,9 +74,10 @@ class ChatTemplate:
     def write_conversation(
         self, messages: list[Message], train_on: Literal["all", "last"], *, after: int = 1
     ) -> list[Conversation]:
-        """Write a conversation to train on its last assistant turn, or on all after the first `after` turns.
+        """Write a conversation for training.
 
-        Turns with `weight` 0 are not trained on.
+        Training is on the last assistant turn, or on all assistant turns after the first `after` turns. Turns with
+        `weight` 0 are not trained on.
 
         If the template writes every turn independently of later turns, the result is one conversation. Otherwise
         each turn to train on becomes a conversation, which consists of the prompt of generation and the answer.

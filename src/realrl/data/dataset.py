@@ -199,7 +199,7 @@ class Dataset:
 
 
 class _Columns:
-    """Rows of every source key, extra columns and origins, to which each item that is read is added."""
+    """Rows of every source key, extra columns and origins. `add` appends one item."""
 
     def __init__(self, keys: tuple[str, ...]) -> None:
         self.records = array("q")

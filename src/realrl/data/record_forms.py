@@ -61,7 +61,7 @@ class Steps:
 
 
 Item = tuple[Text | Conversation | Steps, ...]
-"""Texts of one item: a text to train on or to generate from, a chosen and a rejected text, or texts, best first."""
+"""Texts of one item: one text to train on or to generate from, a chosen and a rejected text, or ranked texts."""
 
 
 @dataclass(frozen=True)

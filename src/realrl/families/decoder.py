@@ -264,8 +264,7 @@ class _Table:
         self, spec: TensorSpec, root: str, stack: str | None, number: int, *, parts: int
     ) -> TensorSpec:
         """Describe where files hold an expert's matrix `spec`, if they stack the matrices of all experts in
-        `stack`. Each matrix of the stack consists of `parts` matrices like `spec`, of which `spec` is part
-        `number`."""
+        `stack`. Each stacked matrix consists of `parts` parts with the size of `spec`; `spec` is part `number`."""
         if stack is None or self.shape.mixture is None:
             return spec
         # Files stack these matrices transposed, so that `rows` are columns of each matrix in the stack.

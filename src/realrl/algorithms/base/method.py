@@ -24,10 +24,10 @@ class ModelOutput:
     """Output of a model for packed sequences with T tokens in total; `lengths` has one entry per sequence.
 
     logprobs: [T] log p(token t | tokens before t) at the sampling temperature, and 0 at the first token of each
-    sequence. entropy: [T] entropy of the same distributions, without gradient. Both come from a language-model
-    head. values: [T] numbers from a scalar head. candidates: [T, k] int64 ids of the tokens that the call's
-    `candidates` select at each position. candidate_logprobs: [T, k] log-probabilities of these tokens given the
-    tokens before t, and 0 at the first token of each sequence.
+    sequence. entropy: [T] entropy of the same distributions, without gradient. A language-model head computes
+    logprobs and entropy. values: [T] numbers from a scalar head. candidates: [T, k] int64 ids of the tokens that
+    the call's `candidates` select at each position. candidate_logprobs: [T, k] log-probabilities of these tokens
+    given the tokens before t, and 0 at the first token of each sequence.
     """
 
     lengths: tuple[int, ...]
@@ -138,7 +138,7 @@ class TrainMethod(Protocol):
     def head_scale(self) -> float:
         """Factor of the scalar head's learning rate. It is 1 unless the head's outputs have a scale of their own.
 
-        The engine reads it after `prepare`.
+        The engine reads this property after `prepare`.
         """
 
     def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
@@ -252,7 +252,7 @@ class StatefulMethod(Protocol):
         """Return the state as JSON values; None if there is none."""
 
     def load_state_dict(self, state: Any) -> None:
-        """Restore the state that this rank saved. If the number of ranks changed, it is the first rank's state."""
+        """Restore the state that this rank saved or, if the number of ranks changed, the first rank's state."""
 
 
 Method = GenerateMethod | InferenceMethod | TrainMethod | FunctionMethod

@@ -19,7 +19,8 @@ NOT_APPLICABLE = float("-inf")
 class UnscoredError(UserCodeError):
     """No answer of a step has a score.
 
-    A train method raises it without arguments, because it does not know the rewards. The worker adds their names.
+    A train method raises this error without arguments, because it does not know the rewards. The worker adds their
+    names.
     """
 
     def __init__(self, scorers: Sequence[str] = (), answers: int = 0, step: int = 0) -> None:

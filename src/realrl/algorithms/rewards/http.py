@@ -144,7 +144,7 @@ class HttpScorer(Scorer):
         self._setting, self._config = setting, config
         self._client: Client | None = None
         self._failures = 0
-        """Number of requests of this batch, up to the last one, that failed in a row."""
+        """Number of consecutive failed requests of this batch, up to the latest request."""
 
     def load(self) -> None:
         """Open the client. Raises UserError if a header's variable is not set, or if the address is invalid."""

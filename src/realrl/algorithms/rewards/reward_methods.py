@@ -62,8 +62,7 @@ def make_reward_methods(
 
 
 def compute_score_metrics(batch: Batch, *, finished_only: bool = False, skips: bool = True) -> Metrics:
-    """Compute metrics of scored answers in evaluations: the means of scores that training would use, and of
-    lengths.
+    """Compute metrics of scored answers in evaluations: the mean score that training would use, and mean lengths.
 
     In training, the batch has no key `finished`, and the train call reports these metrics. skips: whether NaN is
     the score of a skipped answer, which the metric `score` leaves out.

@@ -79,7 +79,7 @@ def fixed(settings: Settings) -> Part:
 
 
 def flag(setting: str, *names: str) -> Part:
-    """A setting with true or false, which is the value of all layer options in `names`."""
+    """A true-or-false setting that determines all layer options in `names`."""
 
     def read(config: ConfigReader, fields: Settings, usual: LayerOptions) -> Settings:
         return {"layer": dict.fromkeys(names, config.flag(setting, getattr(usual, names[0])))}

@@ -77,7 +77,7 @@ class AnswerVerifier(Verifier):
     def verify_by(
         self, compare: Callable[[str, str], Score], completions: list[str], fields: Mapping[str, list[Any]]
     ) -> list[Score]:
-        """Compare each completion with its right answer by the function `compare`, in place of the method."""
+        """Compare each completion with its right answer by the argument `compare`, instead of the method."""
         pairs = zip(completions, fields[self.answer], strict=True)
         return [self._check(compare, text, right) for text, right in pairs]
 
