@@ -21,7 +21,7 @@ from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 
 Declared = Sequence[tuple[Call, DataflowGraph]]
-"""A call, in each graph that has it."""
+"""One call: (call, graph) for each graph that has it."""
 
 
 def check_sequences(given: Any, batch: Batch) -> str | None:

@@ -83,7 +83,7 @@ def _list_rows(config: KTOConfig) -> tuple[str, ...]:
 
 
 def _refer(config: KTOConfig) -> Call:
-    """Make the call of the reference, with one row per item or, with mismatched answers, two."""
+    """Make the call of the reference. It has one row per item or, if the loss needs mismatched answers, two."""
     work = _list_rows(config)
     outputs = tuple(f"ref_{LOGPS[rows]}" for rows in work)
     return Call("ref.inference", "ref", Kind.INFERENCE, (*work, "prompt_length"), outputs, work=work)

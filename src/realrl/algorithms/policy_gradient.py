@@ -189,7 +189,7 @@ def make_policy_gradient_graph(experiment: PolicyGradientExperiment) -> Dataflow
 
 
 def _describe(name: str, about: str, **defaults: Any) -> AlgorithmSpec:
-    """Describe an algorithm of the family by its defaults that differ from `PolicyGradientConfig`."""
+    """Describe a policy-gradient algorithm. `defaults`: defaults that differ from `PolicyGradientConfig`."""
     title = name.title().replace("_", "")
     config = derive_settings(PolicyGradientConfig, f"{title}Config", about, defaults)
     recipe = derive_settings(PolicyGradientExperiment, f"{title}Experiment", about, {"policy": config()})

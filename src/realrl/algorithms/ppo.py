@@ -58,7 +58,7 @@ class PPOConfig(ReferenceConfig):
     reward_bias: float = 0.0
     """Number that is subtracted from each score."""
     reward_clip: PositiveFloat | None = 10.0
-    """Limit of the absolute reward; null for no limit. Values are not limited."""
+    """Limit of the absolute reward; null for no limit. The critic's values are not limited."""
     early_stop_ratio: PositiveFloat | None = 5.0
     """Skip the remaining mini-batches of a step when the mean probability ratio of a mini-batch exceeds this
     number. null never skips."""

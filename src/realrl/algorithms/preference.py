@@ -142,7 +142,7 @@ def _make_graph(experiment: PreferenceExperiment, kind: Kind) -> DataflowGraph:
 
 
 def _describe(name: str, about: str, **defaults: Any) -> AlgorithmSpec:
-    """Describe an algorithm of the family by its defaults that differ from `PreferenceConfig`."""
+    """Describe an algorithm that learns from pairs. `defaults`: defaults that differ from `PreferenceConfig`."""
     config = derive_settings(PreferenceConfig, f"{name.title()}Config", about, defaults)
     recipe = derive_settings(
         PreferenceExperiment, f"{name.title()}Experiment", about, {"preference": config()}

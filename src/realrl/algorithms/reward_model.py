@@ -60,7 +60,7 @@ class RankedRewardExperiment(Experiment):
 
 
 class ProcessRewardExperiment(Experiment):
-    """Process reward modelling: a score per step of an answer, right or wrong (Lightman et al. 2023)."""
+    """Process reward modelling: a score for each step of an answer, right or wrong (Lightman et al. 2023)."""
 
     models: RewardModels
 

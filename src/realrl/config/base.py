@@ -11,7 +11,7 @@ DERIVED: dict[str, Any] = {"derived": True}
 """`json_schema_extra` of a field that other settings determine; users cannot write it."""
 
 PRESENCE: dict[str, Any] = {"presence": True}
-"""`json_schema_extra` of a section with a meaning even if empty; `realrl config` comments it out."""
+"""`json_schema_extra` of a section that has a meaning even if it is empty. `realrl config` comments it out."""
 
 
 class Settings(BaseModel):

@@ -29,7 +29,7 @@ _DEEPEST = 10
 """Maximum depth of an unknown section that suggestions look into."""
 
 _KNOWN = "; known keys are "
-"""Text before the keys of a section, which one message lists once."""
+"""Text before the list of a section's keys. An error message contains each such list only once."""
 
 MOST_MISTAKES = 5
 """Maximum number of mistakes in an error message."""
@@ -175,7 +175,7 @@ def _join_path(location: Iterable[int | str]) -> str:
 
 
 def _show_part(part: int | str) -> str:
-    """Format a part of a location: unchanged, unless it is an unreadable key."""
+    """Format a part of a location. Only an unreadable key is changed."""
     text = str(part)
     return text if text.strip() and text.isprintable() and len(text) <= _LONG else brief(part)
 

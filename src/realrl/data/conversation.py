@@ -215,8 +215,8 @@ def _count_alike(a: str, b: str) -> int:
 def _follow_reasoning(answer: str, tag: str, closed: bool, message: Message) -> str:
     """Write an answer after a prompt that ends with `<tag>`, or, if `closed`, with an empty block of reasoning.
 
-    The template may have dropped the reasoning from `answer`; many do so in earlier turns. An answer without
-    reasoning closes its block at once.
+    The template may have dropped the reasoning from `answer`, as many templates do in earlier turns. An answer
+    without reasoning begins by closing the block.
     """
     opener, closer = f"<{tag}>", f"</{tag}>"
     if closed:

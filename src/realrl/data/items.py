@@ -26,7 +26,7 @@ FieldFilter = Callable[[str], bool]
 """Function that returns whether a column is kept."""
 
 NumberRows = Mapping[str, Sequence[float]]
-"""Row of an item by key."""
+"""Rows of numbers of one item, by key."""
 
 FLOATS = ("margin", "ref_chosen_logps", "ref_rejected_logps")
 """Keys with one float per item, which is in the record's field of the same name."""

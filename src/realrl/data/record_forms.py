@@ -176,7 +176,7 @@ class Reader:
         return [(self.template.write_prompt(turns),)]
 
     def prompt(self, record: Fields) -> str | list[Message]:
-        """Read the prompt of a record: text, or turns that end with the user's."""
+        """Read the prompt of a record: text, or turns up to the last user turn or a final tool result."""
         form = FORMS["prompt"]
         (field,) = form.fields_of(record)
         _require(record, (field,), form.accepted)

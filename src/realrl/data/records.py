@@ -27,10 +27,11 @@ RecordReader = Callable[[str, Rejects], Iterator[Record]]
 def read_records(source: str, rejects: Rejects) -> Iterator[Record]:
     """Yield the records of `source`, in the order of the files and of their lines.
 
-    source: a file or glob; a directory of files of one ending, or one written by `Dataset.save_to_disk` (`DIR`, or
-    `DIR:SPLIT` if it has splits); or a hub data set (`NAME:SPLIT`, `NAME/CONFIG:SPLIT` or `NAME:CONFIG:SPLIT`).
-    Lines that are not a JSON object, and objects with a repeated key, go to `rejects`. A table has every column in
-    every row, so null fields count as absent. Raises UserError if the source does not exist or cannot be opened.
+    source: a file or glob; a directory of files of one ending, or a directory written by `Dataset.save_to_disk`
+    (`DIR`, or `DIR:SPLIT` if it has splits); or a hub data set (`NAME:SPLIT`, `NAME/CONFIG:SPLIT` or
+    `NAME:CONFIG:SPLIT`). Lines that are not a JSON object, and objects with a repeated key, go to `rejects`. A
+    table has every column in every row, so null fields count as absent. Raises UserError if the source does not
+    exist or cannot be opened.
     """
     return (
         (origin, {name: value for name, value in record.items() if value is not None})

@@ -53,10 +53,10 @@ class Names:
     expert_down: str = "down_proj"
     experts_gate_up: str | None = None
     """Tensor that holds gate and then up of all experts, [experts, inputs, outputs]; None if each expert has its
-    own."""
+    own tensors."""
     experts_down: str | None = None
     """Tensor that holds the last matrices of all experts, [experts, inputs, outputs]; None if each expert has its
-    own."""
+    own tensor."""
     mlp_post_norm: str = "post_feedforward_layernorm"
     norm: str = "model.norm"
     head: str = "lm_head"
@@ -225,8 +225,8 @@ class _Table:
         """Describe a router and its experts.
 
         Tensor-parallel ranks hold a part of the units of each expert. Each rank applies the whole router to all
-        tokens, but its output only weighs the rank's part of the experts. So each rank has only a part of the
-        router's gradient.
+        tokens, but the router's output only weighs the rank's part of the experts. So each rank has only a part of
+        the router's gradient.
         """
         shape, names = self.shape, self.names
         cut = Partition(Units.FEED_FORWARD)

@@ -23,10 +23,11 @@ class LayerOptions(Settings):
     norm_place: Literal["before", "after", "around"] = "before"
     """Norms at the input of a block, at its output before the output is added (OLMo 2), or at both places."""
     parallel_blocks: bool = False
-    """Whether attention and feed-forward block read the same input and are both added to it (GPT-NeoX)."""
+    """Whether attention and feed-forward block read the same input, to which both outputs are added (GPT-NeoX)."""
     qk_norm: Literal["none", "heads", "all", "rotated"] = "none"
-    """RMSNorm of queries and keys. `heads`: of each head over its dims. `all`: of all heads together (OLMo 2).
-    `rotated`: of each head after its rotation, without weights and only in layers that rotate heads (Llama 4)."""
+    """RMSNorm of queries and keys. `heads` normalises each head over its dims. `all` normalises all heads together
+    (OLMo 2). `rotated` normalises each head after its rotation, without weights, and only in layers that rotate
+    heads (Llama 4)."""
     qkv_bias: bool = False
     """Whether the projections to queries, keys and values have biases."""
     out_bias: bool = False
@@ -47,7 +48,7 @@ class LayerOptions(Settings):
     attention_cap: PositiveFloat | None = None
     """Bound c of attention scores: a score x becomes c * tanh(x / c) (Gemma 2)."""
     sinks: bool = False
-    """Whether the softmax of each head has one more, learned score whose weight goes to no token (gpt-oss)."""
+    """Whether the softmax of each head has an additional learned score, whose weight goes to no token (gpt-oss)."""
     embedding_scale: PositiveFloat | Literal["root"] = 1.0
     """Factor of embeddings, rounded to their dtype; `root` is the square root of the hidden size (Gemma)."""
     residual_scale: PositiveFloat = 1.0
@@ -120,13 +121,13 @@ class RopeScaling(Settings):
     original_max_position_embeddings: PositiveInt | None = None
     """Length, in tokens, that the model was first trained for."""
     low_freq_factor: PositiveFloat | None = None
-    """llama3: wavelengths above the original length divided by this are scaled in full."""
+    """llama3: wavelengths above (original length / this number) are scaled in full."""
     high_freq_factor: PositiveFloat | None = None
-    """llama3: wavelengths below the original length divided by this are not scaled."""
+    """llama3: wavelengths below (original length / this number) are not scaled."""
     beta_fast: PositiveFloat = 32.0
-    """yarn: frequencies with more rotations than this within the original length are not scaled."""
+    """yarn: frequencies with more than this number of rotations within the original length are not scaled."""
     beta_slow: PositiveFloat = 1.0
-    """yarn: frequencies with fewer rotations than this within the original length are scaled in full."""
+    """yarn: frequencies with less than this number of rotations within the original length are scaled in full."""
     truncate: bool = True
     """yarn: whether the blended range starts and ends at whole dims."""
     mscale: float | None = None

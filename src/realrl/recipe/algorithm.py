@@ -224,7 +224,7 @@ class AlgorithmSpec:
 
     @property
     def given_functions(self) -> dict[str, Callable[..., Any]]:
-        """The functions that were given, by their fields."""
+        """Functions in the description, by field, without default functions."""
         fields = {field: getattr(self, field) for field in _FUNCTIONS}
         return {field: value for field, value in fields.items() if value is not None and value is not _one}
 

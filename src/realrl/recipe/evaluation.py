@@ -12,9 +12,9 @@ from realrl.config.user_code import FunctionReference
 from realrl.recipe.generation import GenerationConfig
 
 JUDGE = "judge"
-"""Metric of evaluations that have `evaluation.judge`: the mean score."""
+"""Metric of evaluations with `evaluation.judge`: the judge's mean score."""
 WIN_RATE = "win_rate"
-"""Metric of evaluations that have `evaluation.against`, by rewards."""
+"""Metric of evaluations with `evaluation.against`: the win rate by rewards."""
 JUDGE_WIN_RATE = "judge_win_rate"
 """Metric of evaluations with `evaluation.against` and `evaluation.judge`: the win rate by the judge's scores."""
 

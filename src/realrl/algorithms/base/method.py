@@ -51,7 +51,7 @@ class Metrics:
     maxima: dict[str, Tensor] = field(default_factory=dict)
 
     def mean(self, name: str, total: Tensor, weight: Tensor | float) -> None:
-        """Add to a mean the sum `total` of values whose weights add up to `weight`."""
+        """Add values to the mean `name`: their weighted sum `total`, and the sum `weight` of their weights."""
         total = total.detach().double()
         if isinstance(weight, Tensor):
             weight = weight.to(total.device, torch.float64)
@@ -63,7 +63,7 @@ class Metrics:
         self.means[name] = (total, weight)
 
     def max(self, name: str, value: Tensor) -> None:
-        """Raise a maximum to at least `value`."""
+        """Update the maximum `name` by `value`."""
         value = value.detach().double()
         self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
 
@@ -187,7 +187,7 @@ class FunctionInput:
     origins: Sequence[str] = ()
     """Source of each item's record, FILE:LINE; empty if unknown."""
     samples: int = 1
-    """Samples per prompt in the step."""
+    """Number of samples per prompt in the step."""
     stop: StopStrings | None = None
     """Stop strings of the step's answers, if any."""
 

@@ -96,7 +96,7 @@ def last_of_rows(values: Tensor, lengths: Sequence[int]) -> Tensor:
 def interleave(batch: Batch, keys: Sequence[str]) -> Ragged:
     """Put the rows of each item next to each other, in the order of `keys`.
 
-    Rows of one item stay in one micro-batch.
+    So all rows of an item stay in one micro-batch.
     """
     items = zip(*(batch[key].rows() for key in keys), strict=True)
     return Ragged.of((row for item in items for row in item), dtype=batch[keys[0]].values.dtype)
