@@ -1,4 +1,4 @@
-"""What an algorithm of one's own is made of. Importing it loads no torch before a name needs it.
+"""Names for writing an algorithm of your own. Importing this module does not import torch; using its names may.
 
 | part | names |
 |---|---|

@@ -1,4 +1,4 @@
-"""The algorithm of a recipe, checked against its description."""
+"""Builds the algorithm of a recipe, and checks its methods against its description (`AlgorithmSpec`)."""
 
 import inspect
 from collections.abc import Mapping
@@ -65,13 +65,13 @@ _PROTOCOLS: Mapping[Kind, type] = {
 def _find_missing(implementation: object, protocol: type) -> str | None:
     """Find the first member of a protocol that an object lacks, in the order of definition."""
     members = [*inspect.get_annotations(protocol), *(name for name in vars(protocol) if name[0] != "_")]
-    # dir() first: reading a property too early may raise, as `head_scale` may before `prepare`.
+    # Look in dir() first, because reading a property may raise: `head_scale` may do so before `prepare`.
     present = dir(implementation)
     return next((m for m in members if m not in present and not hasattr(implementation, m)), None)
 
 
 def _find_problem(spec: AlgorithmSpec, experiment: Experiment, call: Call, method: Method) -> str | None:
-    """Find the first mistake of a call's method, in words."""
+    """Describe the first mistake of a call's method. None if it has none."""
     if call.kind is Kind.GENERATE:
         if not isinstance(method, GenerateMethod):
             return "needs a GenerateMethod"

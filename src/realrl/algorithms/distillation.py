@@ -1,4 +1,7 @@
-"""Distillation on samples and on records: settings, calls and descriptions. No torch."""
+"""Distillation on sampled and on recorded answers: settings, calls and descriptions.
+
+This module does not import torch.
+"""
 
 from typing import Literal, Self
 
@@ -20,27 +23,28 @@ class DivergenceConfig(Settings):
 
     divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
     """`reverse_kl`: KL(actor || teacher), for an actor that sticks to likely answers of the teacher.
-    `forward_kl`: KL(teacher || actor), for an actor that covers all answers of the teacher. `jsd`: the
-    Jensen-Shannon divergence of both (Agarwal et al. 2023, equation 1)."""
+    `forward_kl`: KL(teacher || actor), for an actor that covers all answers of the teacher. `jsd`: the generalised
+    Jensen-Shannon divergence between actor and teacher (Agarwal et al. 2023, equation 1)."""
     jsd_beta: float = Field(default=0.5, gt=0, lt=1)
-    """Share of the teacher in the mixture of `jsd`. Near 0 it is like forward KL, near 1 like reverse KL."""
+    """Share of the teacher in the mixture of `jsd`. Near 0, `jsd` behaves like forward KL; near 1, like reverse
+    KL."""
 
 
 class DistillationConfig(DivergenceConfig):
-    """Divergence of the actor from the teacher, mean over the tokens of the actor's own answers.
+    """Divergence of the actor from the teacher, averaged over the tokens of the actor's own answers.
 
-    At each token the distributions of both models are compared, over the teacher's `top_k` likeliest tokens and one
-    outcome for all other tokens. Or the divergence is estimated from the sampled tokens."""
+    At each token, the distributions of both models are compared over the teacher's `top_k` likeliest tokens and one
+    outcome for all other tokens. With top_k=null, the divergence is estimated from the sampled tokens instead."""
 
     top_k: PositiveInt | None = 64
-    """Tokens whose log-probabilities the teacher gives at each position, 8 bytes each. With the size of the
-    vocabulary the divergence is exact. null: only the sampled tokens; then the divergence is estimated, and lowered
-    by a policy gradient with the same mean, which uses `clip` and `max_ratio`."""
+    """Number of tokens whose log-probabilities the teacher sends at each position, 8 bytes for each token. If it is
+    the size of the vocabulary, the divergence is exact. null: the teacher sends log-probabilities of sampled tokens
+    only. The divergence is then estimated, and a policy gradient lowers it (see `clip` and `max_ratio`)."""
     clip: float = Field(default=0.2, gt=0, lt=1)
     """With top_k=null, after the first update of a batch, clip probability ratios to [1 - clip, 1 + clip]."""
     max_ratio: PositiveFloat = 10.0
-    """With top_k=null, maximum of the teacher's probability of a token relative to the actor's in `forward_kl`.
-    Without it, single tokens would dominate."""
+    """With top_k=null and `forward_kl`, maximum ratio of the teacher's probability of a token to the actor's.
+    Without this limit, single tokens would dominate."""
     samples: PositiveInt = 1
     """Answers sampled for each prompt."""
     minibatches: PositiveInt = 1
@@ -59,14 +63,14 @@ class DistillationConfig(DivergenceConfig):
 
 
 class OfflineDistillationConfig(DivergenceConfig):
-    """Divergence of the actor from the teacher, mean over the tokens of the records' answers.
+    """Divergence of the actor from the teacher, averaged over the tokens of the records' answers.
 
-    At each token the distributions of both models are compared, over the teacher's `top_k` likeliest tokens and one
+    At each token, the distributions of both models are compared over the teacher's `top_k` likeliest tokens and one
     outcome for all other tokens."""
 
     top_k: PositiveInt = 64
-    """Tokens whose log-probabilities the teacher gives at each position, 8 bytes each. With the size of the
-    vocabulary the divergence is exact."""
+    """Number of tokens whose log-probabilities the teacher sends at each position, 8 bytes for each token. If it is
+    the size of the vocabulary, the divergence is exact."""
     temperature: PositiveFloat = 1.0
     """Divisor of both models' logits."""
 
@@ -123,9 +127,9 @@ DIVERGENCE = "divergence"
 
 _SAMPLED = ("sequences", ("prompt_length", "finished"), KEYS)
 _RECORDED = ("tokens", ("loss_mask",), (Key("tokens", "int64"), Key("loss_mask", "int64", "tokens")))
-"""Rows of prompts with answers, keys that say which tokens count, and the keys that samples or records give.
+"""The key of prompts with answers, the keys that mark which tokens count, and all keys of samples or records.
 
-`loss_mask` is 1 on the tokens that count, never on the first of a row."""
+`loss_mask` is 1 on the tokens that count, but never on the first token of a row."""
 
 
 def _make_graph(
@@ -135,9 +139,10 @@ def _make_graph(
     extra: tuple[str, ...] = (),
     minibatches: int = 1,
 ) -> DataflowGraph:
-    """Compare distributions over the teacher's likeliest tokens, and train the actor if `kind` is TRAIN.
+    """Make a graph that compares distributions over the teacher's likeliest tokens.
 
-    `extra` are more inputs of the actor's call.
+    `answers`: `_SAMPLED` or `_RECORDED`. `kind`: TRAIN to train the actor, INFERENCE to compute only the
+    divergence. `extra`: further inputs of the actor's call.
     """
     rows, places, keys = answers
     setting, compared = "distillation.top_k", () if kind is Kind.TRAIN else (DIVERGENCE,)
@@ -204,7 +209,7 @@ DISTILLATION = AlgorithmSpec(
     samples_per_prompt=lambda experiment: experiment.distillation.samples,
     epochs=lambda experiment: experiment.distillation.epochs,
     methods=import_later("realrl.algorithms.distillation_loss:make_algorithm"),
-    # One of the two gives the divergence in evaluations.
+    # Evaluations compute the divergence in one of these calls: the teacher's if top_k=null, otherwise the actor's.
     optional_calls=("actor.inference", "teacher.inference"),
     optional_metrics=("teacher_mass", "teacher_kl"),
     headlines=(

@@ -33,21 +33,22 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import get_eval_generation
 
 MIN_OTHERS = 1e-6
-"""Minimum probability of all other tokens together. Float32 rounding would hide less. Without other tokens,
-this keeps their part of the divergence near 0."""
+"""Minimum probability of all tokens outside the k candidates together. Rounding in float32 would hide a smaller
+value. If there are no other tokens, both models get this value, which adds almost nothing to the divergence."""
 
 
 def compute_divergence(config: DivergenceConfig, *, logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
     """Compute the divergence of the actor p from the teacher q at each token.
 
-    Both are distributions over k + 1 outcomes: the k tokens, and any other token. Sums are over outcomes, and b is
-    the share of the teacher (Agarwal et al. 2023, equation 1):
+    p and q are distributions over k + 1 outcomes: the k tokens, and any other token. Sums are over outcomes, and b
+    is the share of the teacher (Agarwal et al. 2023, equation 1):
 
     - reverse KL: sum p (log p - log q);
     - forward KL: sum q (log q - log p);
     - Jensen-Shannon with m = b q + (1 - b) p: b sum q (log q - log m) + (1 - b) sum p (log p - log m).
 
-    The result is at most the divergence over the whole vocabulary, and equal to it if k is the vocabulary.
+    The result is at most the divergence over the whole vocabulary, and equals it if k is the size of the
+    vocabulary.
 
     logprobs, teacher_logprobs: [A, k] of the same tokens; result: [A]
     """
@@ -75,7 +76,7 @@ def _kl(first: Tensor, second: Tensor) -> Tensor:
 
 
 class Divergence(NamedTuple):
-    """Estimates per token. value: [A], whose mean is the divergence; advantages: [A]."""
+    """Estimates per token. value: [A] numbers whose mean estimates the divergence; advantages: [A]."""
 
     value: Tensor
     advantages: Tensor
@@ -86,9 +87,9 @@ def estimate_divergence(
 ) -> Divergence:
     """Estimate the divergence at each token, and the advantages with which a policy gradient lowers it.
 
-    With w = p_teacher / p_actor an f-divergence is the mean of f(w) over tokens of the actor, and its gradient the
-    mean of (f(w) - w f'(w)) grad log p_actor. The advantage is this factor, negated, up to a constant that has no
-    effect in the mean:
+    Let w = p_teacher / p_actor. An f-divergence is the mean of f(w) over tokens that the actor draws. Its gradient
+    is the mean of (f(w) - w f'(w)) grad log p_actor. The advantage is -(f(w) - w f'(w)), up to a constant that has
+    no effect on the mean:
 
     - reverse KL: f = -log w, advantage log w;
     - forward KL: f = w log w, advantage w - 1;
@@ -103,7 +104,7 @@ def estimate_divergence(
             return Divergence(-log_ratio, log_ratio)
         case "forward_kl":
             bounded = log_ratio.clamp(max=math.log(config.max_ratio))
-            # f(w) - w + 1 has the same mean, and is never negative.
+            # f(w) - w + 1 has the same mean as f(w), and is never negative.
             return Divergence(bounded.exp() * bounded - bounded.expm1(), bounded.expm1())
         case "jsd":
             beta = config.jsd_beta
@@ -114,7 +115,7 @@ def estimate_divergence(
 
 
 class _OnAnswers:
-    """Method that runs the model on samples or on records."""
+    """Base of methods that run a model on sampled answers or on answers from records."""
 
     def sequences(self, batch: Batch) -> Ragged:
         return batch["sequences" if "sequences" in batch.fields else "tokens"]
@@ -128,7 +129,7 @@ def _find_answers(batch: Batch) -> Tensor:
 
 
 def _add_answer_means(metrics: Metrics, batch: Batch) -> None:
-    """Add the length and end of sampled answers; nothing for records."""
+    """Add the means of answer lengths and ends to `metrics`, if the answers are sampled."""
     if "sequences" in batch.fields:
         add_answer_means(metrics, batch)
 
@@ -187,7 +188,7 @@ class DivergenceInference(_OnAnswers):
 
 
 class DivergenceTrain(_OnAnswers, PolicyTrain):
-    """Gradient of the divergence at every token of the answers, which all weigh the same."""
+    """Train method that lowers the divergence at every answer token. All answer tokens have the same weight."""
 
     def __init__(self, config: DivergenceConfig, *, epochs: int = 1, sampled: bool = False) -> None:
         """`sampled`: whether the actor has sampled the answers."""
@@ -222,8 +223,8 @@ class DivergenceTrain(_OnAnswers, PolicyTrain):
 def _compare(config: DistillationConfig, batch: Batch) -> tuple[Responses, Divergence, Metrics]:
     """Compare actor and teacher on sampled answers.
 
-    Metrics: `divergence`, which training lowers, is a mean over tokens. `teacher_kl` is reverse KL summed over an
-    answer, mean over answers.
+    The metric `divergence`, which training lowers, is a mean over tokens. `teacher_kl` is the mean over answers of
+    the reverse KL, summed over the tokens of each answer.
     """
     answers = Responses.find(batch)
     logprobs, teacher = (batch[key].values[answers.index] for key in ("logprobs", DRAWN.name))
@@ -236,14 +237,14 @@ def _compare(config: DistillationConfig, batch: Batch) -> tuple[Responses, Diver
 
 
 class DrawnTeacher(LogprobsInference):
-    """Log-probabilities of each sequence under the teacher."""
+    """Log-probabilities of each sequence's tokens under the teacher."""
 
     def __init__(self, config: DistillationConfig) -> None:
         super().__init__(DRAWN.name)
         self._config = config
 
     def metrics(self, batch: Batch) -> Metrics:
-        """Report the comparison in evaluations. In training the train call reports it."""
+        """Report the metrics of `_compare` in evaluations. In training, the train call reports them."""
         return _compare(self._config, batch)[2] if "logprobs" in batch.fields else Metrics()
 
 
@@ -255,7 +256,7 @@ class DrawnTrain(PolicyTrain):
         self._config = config
 
     def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
-        """Add `advantages`, like `sequences` and 0 on prompts."""
+        """Add `advantages`: one number per token of `sequences`, 0 on prompts."""
         self.begin_step()
         answers, found, metrics = _compare(self._config, batch)
         return batch.with_fields(advantages=answers.spread(found.advantages.float())), metrics

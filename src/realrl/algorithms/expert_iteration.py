@@ -1,4 +1,4 @@
-"""Expert iteration: settings, calls and description. No torch."""
+"""Expert iteration: settings, calls and description. This module does not import torch."""
 
 from typing import Literal, Self
 
@@ -28,14 +28,14 @@ class ExpertIterationConfig(Settings):
     samples: PositiveInt = 8
     """Answers sampled for each prompt. They form a group."""
     keep: PositiveInt | None = 1
-    """Learn this many answers of each group: those with the highest scores, and the first of equal ones. null for
-    no limit. 1 is RAFT (Dong et al. 2023)."""
+    """Learn at most this many answers of each group: the answers with the highest scores. Among equal scores,
+    earlier answers come first. null for no limit. With 1, the algorithm is RAFT (Dong et al. 2023)."""
     threshold: float | None = None
-    """Learn only answers with at least this score; null for no limit. With keep=null, and a verifier that scores 1
-    for right answers, a threshold of 1 is ReST-EM (Singh et al. 2023)."""
+    """Learn only answers with at least this score; null for no limit. With threshold=1, keep=null and a verifier
+    that scores right answers 1, the algorithm is ReST-EM (Singh et al. 2023)."""
     aggregate: Literal["token_mean", "sequence_mean"] = "token_mean"
     """Loss of a mini-batch: the mean of -log p over all learnt tokens, or the mean over answers of the mean over
-    their tokens. Probabilities are those at generation.temperature."""
+    their tokens. Probabilities are computed at generation.temperature."""
     minibatches: PositiveInt = 1
     """Optimizer steps per pass over a batch; must divide `data.batch`. A mini-batch with nothing to learn makes no
     step."""
@@ -74,7 +74,7 @@ class ExpertIterationExperiment(RewardedExperiment):
 
 
 def make_expert_iteration_graph(experiment: ExpertIterationExperiment) -> DataflowGraph:
-    """Sample, score, and learn the best answers; perhaps with a reference."""
+    """Make the graph that samples, scores, and learns the best answers, with a reference if there is one."""
     calls = [GENERATE, *score_sequences(experiment.reward)]
     inputs: tuple[str, ...] = ("score",)
     if experiment.models.ref is not None:

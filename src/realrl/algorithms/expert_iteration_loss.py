@@ -17,11 +17,13 @@ from realrl.dataflow.graph import DataflowGraph
 
 
 def select_answers(scores: Tensor, *, keep: int | None, threshold: float | None) -> Tensor:
-    """Select the answers to learn. scores: [prompts, samples], NaN without a score -> the same shape, bool
+    """Select the answers to learn.
 
-    Among the answers with at least `threshold` (Singh et al. 2023), select the `keep` highest scores of each
-    prompt, and the first of equal ones (Dong et al. 2023, with keep=1). None means no limit. A score that is not
-    finite is never selected.
+    scores: [prompts, samples], NaN for an answer without a score; result: the same shape, bool
+
+    Among the answers that score at least `threshold` (Singh et al. 2023), select the `keep` highest scores of each
+    prompt (Dong et al. 2023, with keep=1). Among equal scores, earlier answers come first. None means no limit. A
+    score that is not finite is never selected.
     """
     chosen = scores.isfinite()
     if threshold is not None:
@@ -34,15 +36,15 @@ def select_answers(scores: Tensor, *, keep: int | None, threshold: float | None)
 
 
 class ExpertIterationTrain(PlainTrain):
-    """Likelihood of the best sampled answers."""
+    """Train method that raises the likelihood of the best sampled answers."""
 
     def __init__(
         self, config: ExpertIterationConfig, *, prompts: int, restricted: bool = False, skips: bool = False
     ) -> None:
-        """`prompts`: number per step. `restricted`: whether sampling excludes some tokens.
+        """`prompts`: number of prompts per step. `restricted`: whether sampling excludes some tokens.
 
-        `skips`: whether NaN marks an answer that its reward skipped. If not, NaN is an error and must reach the
-        gradient.
+        `skips`: whether a score of NaN marks an answer that its reward skipped. Otherwise NaN is an error, and must
+        reach the gradient.
         """
         self.epochs = config.epochs
         self._config, self._prompts = config, prompts
@@ -62,7 +64,7 @@ class ExpertIterationTrain(PlainTrain):
         chosen = select_answers(table, keep=self._config.keep, threshold=self._config.threshold)
         kept = chosen.flatten()[copy_numbers(batch.ids, scores.device)].double()
         metrics = self._summarize(batch, scores, kept, chosen)
-        # A wrong score must reach the loss: then the step is not applied, and the message names the score.
+        # A score that is not finite must reach the loss, so that the step is not applied and a message names it.
         wrong = scores.isinf() if self._skips else ~scores.isfinite()
         kept = torch.where(wrong, torch.nan, kept).float()
         rows = [
@@ -88,20 +90,20 @@ class ExpertIterationTrain(PlainTrain):
         return metrics
 
     def sequences(self, batch: Batch) -> Ragged:
-        """Learnt sequences, and the first token of the others."""
+        """Return learnt sequences in full, and only the first token of all other sequences."""
         return batch["learnt"]
 
     def weight(self, batch: Batch) -> float:
-        """Number of learnt tokens or, if all answers weigh the same, of learnt answers."""
+        """Count the learnt tokens or, with aggregate=sequence_mean, the learnt answers."""
         answers = self._answers(batch)
         return answers.total if self._config.aggregate == "token_mean" else int((answers.counts > 0).sum())
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
-        """Sum -log p over the learnt tokens, or over answers the mean over their tokens.
+        """Sum -log p over the learnt tokens. With aggregate=sequence_mean, sum its means over each answer's tokens.
 
-        With L the learnt answers (Dong et al. 2023; Singh et al. 2023) and W the tokens in L, the loss is
-        -1 / W sum over y in L of sum over t of log p(y_t | x, y_<t), or
-        -1 / |L| sum over y in L of 1 / |y| sum over t of log p(y_t | x, y_<t).
+        Let L be the learnt answers (Dong et al. 2023; Singh et al. 2023) and W the number of tokens in L. After
+        division by `weight`, the loss is -1 / W sum over y in L of sum over t of log p(y_t | x, y_<t) or, with
+        sequence_mean, -1 / |L| sum over y in L of 1 / |y| sum over t of log p(y_t | x, y_<t).
         """
         assert output.logprobs is not None
         answers = self._answers(batch)

@@ -1,7 +1,7 @@
 """Guards around a user's own algorithm: its exceptions and wrong outputs become one error message.
 
-Each check returns what is wrong with an output, in words, or None. Except for weights, no check looks at values,
-because reading them would wait for the device.
+Each check returns a description of what is wrong with an output, or None. Only the check of weights reads numbers
+of a tensor, because reading them waits for the device.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +21,11 @@ from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 
 Declared = Sequence[tuple[Call, DataflowGraph]]
-"""A call, in each graph that has it."""
+"""One call: (call, graph) for each graph that has it."""
 
 
 def check_sequences(given: Any, batch: Batch) -> str | None:
-    """Check the rows that a model runs on: tokens, equally many rows for each item."""
+    """Check the rows that a model runs on: they must be tokens, with the same number of rows for each item."""
     wanted = "a Ragged of int64 tokens, with the same number of consecutive rows for every item"
     if not isinstance(given, Ragged):
         return f"gave {_show(given)}; it must give {wanted}"
@@ -39,7 +39,7 @@ def check_sequences(given: Any, batch: Batch) -> str | None:
 def check_outputs(given: Any, declared: Declared, batch: Batch) -> str | None:
     """Check the outputs of a call for the items of `batch`, whose fields are exactly the call's inputs.
 
-    A call that is in both graphs may have other inputs and outputs in each.
+    A call that is in both graphs may have different inputs and outputs in the two graphs.
     """
     possible = [(call, graph) for call, graph in declared if set(call.inputs) == set(batch.fields)]
     problems = [_check_outputs(given, call, graph, batch) for call, graph in possible]
@@ -63,7 +63,7 @@ def _check_outputs(given: Any, call: Call, graph: DataflowGraph, batch: Batch) -
 def _check_rows(
     rows: Any, key: str, graph: DataflowGraph, fields: Mapping[str, Any], items: int
 ) -> str | None:
-    """Check the rows of one key; `fields` are all known keys of the items."""
+    """Check the rows of one key. `fields`: inputs and outputs of the call, by key."""
     declared = graph.keys[key]
     wanted = f"a Ragged of {declared.dtype} with one row for each of {items} items"
     if declared.width is not None:
@@ -102,7 +102,7 @@ def check_metrics(given: Any, *_: Any) -> str | None:
 
 
 def check_prepared(given: Any, batch: Batch, _: Sum) -> str | None:
-    """Check what `prepare` gives: the same items, and metrics."""
+    """Check the result of `prepare`: a batch with the same items, and metrics."""
     if not _is_pair(given):
         return f"gave {_show(given)}; it must give a tuple of a Batch and Metrics"
     prepared = given[0]
@@ -191,10 +191,10 @@ def _show(value: Any) -> str:
 
 
 Check = Callable[..., str | None]
-"""Check of an output; further arguments are those of the function that gave it."""
+"""Check of a function's result. The arguments after the result are the arguments of that function."""
 
 _PASSING = (UserError, RunError, MemoryError, torch.OutOfMemoryError)
-"""Exceptions that explain themselves without a line of the user's code."""
+"""Exceptions that are clear without naming a line of the user's code."""
 
 _CONVERT: Mapping[str, Callable[[Any], Any]] = {
     "outputs": dict,
@@ -202,13 +202,14 @@ _CONVERT: Mapping[str, Callable[[Any], Any]] = {
     "state_dict": dict,
     "call": lambda given: (dict(given[0]), given[1]),
 }
-"""What checked outputs become, by function."""
+"""Conversion of a checked result, by function name."""
 
 
 class GuardedObject:
-    """An object of the user's whose functions are called under checks.
+    """Wrapper of a user's object that checks the result of each function.
 
-    Raises UserCodeError if a function raises, or gives what its check refuses. Errors in code of this package pass.
+    Raises UserCodeError if a function raises, or returns a result that its check refuses. Exceptions in code of
+    this package pass unchanged.
     """
 
     def __init__(
@@ -259,7 +260,10 @@ class GuardedObject:
 
 
 class _ReductionError(BaseException):
-    """Failure of a reduction over ranks, which is not the user's fault and which user code does not catch."""
+    """Failure of a reduction over ranks, which is not the user's fault.
+
+    It is a BaseException, so that `except Exception` in user code does not catch it.
+    """
 
     def __init__(self, error: RuntimeError) -> None:
         super().__init__(error)
@@ -277,7 +281,7 @@ _TRAIN_CHECKS: Mapping[str, Check] = {
 
 
 class GuardedTrain(GuardedObject):
-    """Method of a train call."""
+    """Wrapper of a user's method of a train call."""
 
     def __init__(self, code: UserCode, method: Method, call: str) -> None:
         super().__init__(code, method, call, _TRAIN_CHECKS)
@@ -292,7 +296,7 @@ class GuardedTrain(GuardedObject):
         def reduce(tensor: Tensor) -> Tensor:
             try:
                 return dp_sum(tensor)
-            except RuntimeError as error:  # another rank is gone
+            except RuntimeError as error:  # another rank has failed
                 raise _ReductionError(error) from error
 
         try:

@@ -7,15 +7,15 @@ from realrl.algorithms.base.rows import Responses
 from realrl.algorithms.policy import KLConfig, KLEstimator
 from realrl.data.batch import Batch
 
-# exp() of this is finite in float32; an infinite ratio would turn the zero gradient of its clipped branch into NaN.
-# No ratio that training should follow comes near e^20.
+# Limit of the logarithms of ratios. exp(20) is finite in float32, while an infinite ratio would turn the zero
+# gradient of its clipped branch into NaN. No ratio that training should follow comes near e^20.
 MAX_LOG_RATIO = 20.0
 
 
 def approximate_kl(*, logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """Estimate KL(old || new) from tokens that old drew (Schulman 2020, "Approximating KL divergence", k3).
+    """Estimate KL(old || new) from tokens that the old policy drew (Schulman 2020, "Approximating KL divergence").
 
-    r - 1 - log r >= 0 with r = p_new / p_old.
+    The estimator is k3: r - 1 - log r with r = p_new / p_old, which is never negative.
 
     logprobs, old_logprobs: [A]; result: [A]
     """
@@ -41,10 +41,11 @@ def token_kl(log_ratio: Tensor, *, restricted: bool) -> Tensor:
 
     log_ratio: [A] log p_actor - log p_ref over the whole vocabulary; result: [A]
 
-    For unrestricted samples this is log_ratio itself, whose mean is the divergence (Schulman 2020, k1). If sampling
-    excludes tokens (`restricted`), that mean can be negative. The mean of r - 1 - log r with r = p_ref / p_actor
-    (k3) then is the generalised divergence, sum of p log(p / q) - p + q over the tokens that can be drawn, divided
-    by the actor's total probability of these tokens. It is never negative, and 0 only if actor and reference agree
+    For unrestricted samples, the estimate is log_ratio itself, whose mean is the divergence (Schulman 2020, k1). If
+    sampling excludes tokens (`restricted`), the mean of log_ratio can be negative. The estimate then is
+    r - 1 - log r with r = p_ref / p_actor (k3). Its mean is the generalised divergence: the sum of
+    p log(p / q) - p + q over the tokens that can be drawn, divided by the actor's total probability of these tokens
+    (p of the actor, q of the reference). This divergence is never negative, and 0 only if actor and reference agree
     on all of these tokens.
     """
     if not restricted:
@@ -72,8 +73,8 @@ class KLController:
     def update(self, *, kl: float, sequences: int) -> None:
         """Update an adaptive coefficient: coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * sequences / horizon.
 
-        kl: mean over the step's sequences, in nats; sequences: those with a finite KL, over all ranks. 0 sequences
-        change nothing.
+        kl: mean over the step's sequences, in nats; sequences: number of sequences with a finite KL, over all
+        ranks. With 0 sequences, the coefficient does not change.
         """
         if self._config.adaptive and sequences:
             error = kl / self._config.target - 1

@@ -1,4 +1,4 @@
-"""KTO: settings, calls and description. No torch."""
+"""KTO: settings, calls and description. This module does not import torch."""
 
 from typing import Literal, Self
 
@@ -14,18 +14,18 @@ from realrl.recipe.model import ModelConfig, TrainedModelConfig
 
 
 class KTOConfig(Settings):
-    """Loss of labelled answers. The reward of an answer is `beta` times its log-probability minus that under the
-    reference."""
+    """Loss of labelled answers. The reward of an answer is `beta` · (log p_actor - log p_ref), summed over its
+    tokens."""
 
     loss: Literal["kto", "apo_zero_unpaired"] = "kto"
-    """`kto`: 1 - sigmoid(reward - beta z) for good answers and 1 - sigmoid(beta z - reward) for bad ones; z is an
-    estimate of the actor's divergence from the reference. `apo_zero_unpaired`: the same with z = 0, which saves the
-    estimate (D'Oosterlinck et al. 2024)."""
+    """`kto`: 1 - sigmoid(reward - beta z) for good answers and 1 - sigmoid(beta z - reward) for bad answers. z is
+    an estimate of the actor's divergence from the reference. `apo_zero_unpaired`: the same loss with z = 0, which
+    needs no estimate (D'Oosterlinck et al. 2024)."""
     beta: PositiveFloat = 0.1
     """Scale of rewards. A higher value keeps the actor nearer to the reference."""
     desirable_weight: NonNegativeFloat = 1.0
-    """Weight of good answers. If good answers are rare, raise it until their number times their weight is 1 to 4/3
-    of that of bad answers."""
+    """Weight of good answers. If good answers are rare, raise it until (number of good answers · their weight) is
+    1 to 4/3 times (number of bad answers · their weight)."""
     undesirable_weight: NonNegativeFloat = 1.0
     """Weight of bad answers."""
 
@@ -70,11 +70,12 @@ KEYS = (
         for name in ("logps", "ref_logps", "mismatched_logps", "ref_mismatched_logps")
     ),
 )
-"""`tokens` are a prompt with its answer; `mismatched` are the prompt with the answer of another item of the step.
-`label` is 1 for a good answer. `*logps` are log-probabilities of answers, summed over tokens."""
+"""`tokens` holds a prompt with its answer. `mismatched` holds the prompt with the answer of another item of the
+step. `label` is 1 for a good answer. Keys that end with `logps` hold log-probabilities of answers, summed over
+tokens."""
 
 LOGPS = {"tokens": "logps", "mismatched": "mismatched_logps"}
-"""Rows of an item -> key of their log-probabilities."""
+"""Key of token rows -> key of their log-probabilities."""
 
 
 def _list_rows(config: KTOConfig) -> tuple[str, ...]:
@@ -82,14 +83,14 @@ def _list_rows(config: KTOConfig) -> tuple[str, ...]:
 
 
 def _refer(config: KTOConfig) -> Call:
-    """Make the call of the reference, with one row per item or, with mismatched answers, two."""
+    """Make the call of the reference. It has one row per item or, if the loss needs mismatched answers, two."""
     work = _list_rows(config)
     outputs = tuple(f"ref_{LOGPS[rows]}" for rows in work)
     return Call("ref.inference", "ref", Kind.INFERENCE, (*work, "prompt_length"), outputs, work=work)
 
 
 def make_kto_graph(config: KTOConfig) -> DataflowGraph:
-    """Train the actor, after estimating the divergence without gradient if the loss needs it."""
+    """Make the graph that trains the actor. The graph first estimates the divergence if the loss needs it."""
     inputs: tuple[str, ...] = ("tokens", "prompt_length", "label", "ref_logps")
     calls = [_refer(config)]
     if config.estimates_kl:
@@ -101,7 +102,7 @@ def make_kto_graph(config: KTOConfig) -> DataflowGraph:
 
 
 def make_kto_eval_graph(config: KTOConfig) -> DataflowGraph:
-    """Compute log-probabilities of answers, and of mismatched answers if the loss needs them."""
+    """Make the graph that computes log-probabilities of answers and, if the loss needs them, mismatched answers."""
     refer, work = _refer(config), _list_rows(config)
     inputs = (*work, "prompt_length", "label", *refer.outputs)
     outputs = tuple(LOGPS[rows] for rows in work)

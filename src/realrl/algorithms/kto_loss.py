@@ -14,33 +14,33 @@ from realrl.dataflow.graph import DataflowGraph
 def compute_kto_loss(config: KTOConfig, *, log_ratio: Tensor, good: Tensor, kl: float) -> Tensor:
     """Compute the weighted loss of each answer (Ethayarajh et al. 2024, equation 8).
 
-    w (1 - sigmoid(beta (r - z))) for a good answer and w (1 - sigmoid(beta (z - r))) for a bad one, with r the log
-    ratio and z the divergence of the actor from the reference.
+    The loss is w (1 - sigmoid(beta (r - z))) for a good answer and w (1 - sigmoid(beta (z - r))) for a bad answer.
+    w is the weight of good or bad answers, r the log ratio, and z the divergence of the actor from the reference.
 
     log_ratio: [N] log p_actor - log p_ref of whole answers; good: [N] bool; kl: z, at least 0; result: [N]
     """
     distance = config.beta * (log_ratio - kl)
     weight = torch.where(good, config.desirable_weight, config.undesirable_weight)
-    # sigmoid(-x) instead of 1 - sigmoid(x), which loses digits if it is small.
+    # sigmoid(-x) equals 1 - sigmoid(x), which would lose digits if the result is small.
     return weight * torch.sigmoid(torch.where(good, -distance, distance))
 
 
 def _sum_logprobs(rows: Ragged, starts: Tensor, output: ModelOutput) -> Tensor:
-    """Sum the log-probabilities of each row's tokens from `starts` [N] on. [N] float64"""
+    """Sum the log-probabilities of the tokens of row i from position `starts[i]` on. starts: [N] -> [N] float64"""
     assert output.logprobs is not None
     answers = Responses.of(rows, Ragged.scalars(starts))
     return answers.row_sums(output.logprobs[answers.index])
 
 
 def _compute_log_ratio(batch: Batch, key: str) -> Tensor:
-    """Compute log p_actor - log p_ref of answers, or of mismatched answers. [N] float64"""
+    """Compute log p_actor - log p_ref of answers (`key`: logps or mismatched_logps). [N] float64"""
     return batch[key].values.double() - batch[f"ref_{key}"].values.double()
 
 
 def _summarize(config: KTOConfig, batch: Batch, log_ratio: Tensor) -> Metrics:
     """Compute mean rewards of good and bad answers, and `accuracy`. log_ratio: [N]
 
-    `accuracy` is the share of answers whose reward has the right sign; 0 counts half.
+    `accuracy` is the share of answers whose reward has the right sign. An answer with reward 0 counts half.
     """
     metrics, rewards = Metrics(), config.beta * log_ratio
     good = batch["label"].values != 0
@@ -51,10 +51,10 @@ def _summarize(config: KTOConfig, batch: Batch, log_ratio: Tensor) -> Metrics:
 
 
 class LabelledInference:
-    """Log-probabilities of the rows that the call has as inputs: answers, mismatched answers, or both."""
+    """Log-probabilities of the rows among the call's inputs: answers, mismatched answers, or both kinds."""
 
     def __init__(self, config: KTOConfig, prefix: str = "") -> None:
-        """`prefix`: that of the outputs."""
+        """`prefix`: prefix of the output keys."""
         self._config, self._prefix = config, prefix
 
     def sequences(self, batch: Batch) -> Ragged:
@@ -71,9 +71,10 @@ class LabelledInference:
         }
 
     def metrics(self, batch: Batch) -> Metrics:
-        """Report rewards of evaluations, and `kl` or `loss`.
+        """Report rewards in evaluations, and `kl` or `loss`.
 
-        A loss that uses the divergence would need its mean over all ranks. This `kl` may be negative.
+        A loss that uses the divergence is not reported, because it needs the mean divergence over all ranks. `kl`
+        is reported instead, and may be negative here.
         """
         config = self._config
         if "logps" not in batch.fields:

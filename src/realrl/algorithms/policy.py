@@ -1,4 +1,7 @@
-"""What algorithms share that train a policy on its own samples: settings, calls, reports. No torch."""
+"""Shared parts of all algorithms that train a policy on its own samples: settings, calls and reports.
+
+This module does not import torch.
+"""
 
 from typing import Any, Literal, Self, TypeVar
 
@@ -71,13 +74,14 @@ class KLConfig(Settings):
 
 
 class PolicyModels(Models):
-    """The models: the policy, its reference, and its reward."""
+    """The models: the policy, its reference, and its reward model."""
 
     actor: TrainedModelConfig
     """The policy."""
     ref: ModelConfig | None = Field(default=ModelConfig(), json_schema_extra=PRESENCE)
     """Frozen reference policy. Without a `path` it is the actor's starting point, and without a `dtype` it takes
-    the actor's. `kl.coef=0` leaves it out, unless it is given here; then it only measures the divergence."""
+    the actor's. With `kl.coef=0` there is no reference, unless the recipe has this section. The reference then only
+    measures the divergence."""
     reward: ModelConfig | None = None
     """Frozen reward model, a sequence classifier with one label. null if `reward` names another reward."""
 
@@ -87,8 +91,8 @@ class RewardedExperiment(Experiment):
 
     reward: RewardSetting = None
     """Reward in place of `models.reward`: a function (`FILE.py:FUNCTION` or `package.module:FUNCTION`), one term
-    such as `{verifier: {kind: exact_match}}`, or a weighted mixture, name -> function or term. See
-    docs/rewards.md."""
+    such as `{verifier: {kind: exact_match}}`, or a weighted mixture (a mapping from names to functions or terms).
+    See docs/rewards.md."""
     generation: GenerationConfig = GenerationConfig()
 
     @model_validator(mode="after")
@@ -104,8 +108,9 @@ Recipe = TypeVar("Recipe", bound=Experiment)
 def complete_reference(experiment: Recipe, section: str, kl_coef: float, settings: ReferenceConfig) -> Recipe:
     """Leave out the reference of a recipe with a KL coefficient of 0, unless the recipe gives a reference.
 
-    For a validator of the recipe; `section` holds the coefficient and the `settings`. Raises ValueError if
-    `models.ref` is null although the coefficient is above 0 or the reference is to follow the actor.
+    A validator of the recipe calls this function. `section`: name of the recipe's section with the coefficient and
+    the `settings`. Raises ValueError if there is no reference although the coefficient is above 0, or although
+    `settings` make the reference follow the actor.
     """
     follows = settings.following
     models: Any = experiment.models
@@ -128,7 +133,7 @@ def complete_reference(experiment: Recipe, section: str, kl_coef: float, setting
 
 
 def drop_reference(experiment: Experiment) -> None:
-    """Set `models.ref` of a recipe to null, from a validator of the recipe."""
+    """Set `models.ref` of a recipe to null. Only a validator of the recipe may call this function."""
     # Settings are frozen, but nobody else has seen this object yet.
     models = experiment.models.model_copy(update={"ref": None})
     object.__setattr__(experiment, "models", models)
@@ -156,13 +161,13 @@ GENERATE = Call(
 
 
 def infer_on_sequences(name: str, output: str, extra: tuple[str, ...] = ()) -> Call:
-    """Make the inference call `name` (ROLE.inference) on prompts with answers; `extra` are more inputs."""
+    """Make the inference call `name` (ROLE.inference) on prompts with answers. `extra`: further inputs."""
     role, _, kind = name.partition(".")
     return Call(name, role, Kind(kind), ("sequences", *extra), (output,), work=("sequences",))
 
 
 def train_on_sequences(role: str, inputs: tuple[str, ...], minibatches: int) -> Call:
-    """Make the train call of a role on prompts with answers; `inputs` come after the keys that describe them."""
+    """Make the train call of a role on prompts with answers. `inputs`: further inputs."""
     inputs = ("sequences", "prompt_length", "finished", *inputs)
     return Call(f"{role}.train", role, Kind.TRAIN, inputs, work=("sequences",), minibatches=minibatches)
 
@@ -170,7 +175,7 @@ def train_on_sequences(role: str, inputs: tuple[str, ...], minibatches: int) -> 
 def list_averages(
     config: ReferenceConfig, actor: ModelConfig, ref: ModelConfig | None
 ) -> tuple[MovingAverage, ...]:
-    """List the moving average that makes the reference follow the actor, if it does."""
+    """List the moving average that makes the reference follow the actor. Empty if the reference is frozen."""
     if ref is None or config.following is None:
         return ()
     factor = 1.0 if config.ref_ema is None else config.ref_ema
@@ -178,9 +183,9 @@ def list_averages(
 
 
 def make_eval_graph(*, reward: Rewards | None = None, reference: bool = True) -> DataflowGraph:
-    """Sample and score, and measure the divergence from the `reference` if there is one.
+    """Make the graph that samples, scores and, with `reference`, measures the divergence from the reference.
 
-    `reward` as in `score_sequences`. The inputs of inference calls include what their metrics need.
+    `reward`: see `score_sequences`. The inputs of inference calls include the keys that their metrics need.
     """
     calls = [GENERATE, *score_sequences(reward, ("prompt_length", "finished"))]
     if reference:
@@ -220,7 +225,10 @@ ROLES = {
 
 
 def describe(**fields: Any) -> AlgorithmSpec:
-    """Describe an algorithm whose recipe is a `RewardedExperiment`; `fields` are those that only it has."""
+    """Describe an algorithm whose recipe is a `RewardedExperiment`.
+
+    `fields` are the fields of `AlgorithmSpec` that have no default here, or that replace a default.
+    """
     usual = {
         "roles": ROLES,
         "form": "prompt",

@@ -1,4 +1,4 @@
-"""Policy gradients without a critic: settings, calls and descriptions. No torch."""
+"""Policy gradients without a critic: settings, calls and descriptions. This module does not import torch."""
 
 from typing import Any, Literal, Self
 
@@ -31,10 +31,11 @@ class PolicyKLConfig(KLConfig):
 
     place: Literal["loss", "reward", "token_reward"] = "loss"
     """`loss`: added to the loss of each token. `reward`: the sum over an answer is subtracted from its reward.
-    `token_reward`: subtracted from the reward of each token; a token's advantage sums the rewards from there on."""
+    `token_reward`: subtracted from the reward of each token. A token's advantage sums the rewards from this token
+    on."""
     estimator: KLEstimator = "k3"
-    """k1: log p_actor - log p_ref. k2: half of its square. k3: p_ref / p_actor - 1 - log(p_ref / p_actor). k1 is
-    the usual choice in rewards; in the loss it has no useful gradient."""
+    """k1: log p_actor - log p_ref. k2: half of the square of k1. k3: p_ref / p_actor - 1 - log(p_ref / p_actor). k1
+    is the usual choice in rewards. In the loss, k1 has no useful gradient."""
 
     @model_validator(mode="after")
     def _has_gradient(self) -> Self:
@@ -66,8 +67,8 @@ class PolicyGradientConfig(ReferenceConfig):
     counts with the mean over its tokens (`sequence_mean`), their sum (`sequence_sum`), or their sum divided by
     generation.max_new_tokens (`constant`)."""
     ratio: Literal["token", "sequence_mean", "sequence"] = "token"
-    """Importance ratio: of each token, of the whole answer (`sequence`), or the geometric mean over its tokens
-    (`sequence_mean`)."""
+    """Importance ratio: one ratio for each token (`token`), the ratio of the whole answer (`sequence`), or the
+    geometric mean of the ratios of the answer's tokens (`sequence_mean`)."""
     clip: PositiveFloat = 0.2
     """Clip the ratio from below at 1 - clip."""
     clip_high: PositiveFloat | None = None
@@ -80,11 +81,12 @@ class PolicyGradientConfig(ReferenceConfig):
     epochs: PositiveInt = 1
     """Passes over each batch."""
     recompute_logprobs: bool = False
-    """Recompute the old log-probabilities with the trained model, in a separate call, instead of using those that
-    the sampler recorded."""
+    """Recompute the old log-probabilities with the trained model, in a separate call, instead of using the
+    log-probabilities that the sampler recorded."""
     sampler_correction: Literal["none", "truncate", "mask"] = "none"
-    """Weight each token by its recomputed over its recorded probability: at most `sampler_cap` (`truncate`), or 0
-    above the cap and below its inverse (`mask`). Needs `recompute_logprobs`."""
+    """Multiply the loss of each token by its recomputed probability divided by its recorded probability. `truncate`
+    limits this weight to `sampler_cap`. `mask` sets it to 0 above the cap and below the inverse of the cap. Needs
+    `recompute_logprobs`."""
     sampler_cap: float = Field(default=2.0, gt=1)
     """Limit of `sampler_correction`."""
     mask_truncated: bool = False
@@ -161,7 +163,10 @@ _EXTRA_KEYS = (
 
 
 def make_policy_gradient_graph(experiment: PolicyGradientExperiment) -> DataflowGraph:
-    """Sample, score and train; perhaps with a reference, greedy answers, or recomputed log-probabilities."""
+    """Make the graph that samples, scores and trains.
+
+    Depending on the recipe, it also has calls for a reference, greedy answers, or recomputed log-probabilities.
+    """
     config, models, reward = experiment.policy, experiment.models, experiment.reward
     calls = [GENERATE, *score_sequences(reward)]
     made = ["logprobs", "score"]
@@ -184,7 +189,7 @@ def make_policy_gradient_graph(experiment: PolicyGradientExperiment) -> Dataflow
 
 
 def _describe(name: str, about: str, **defaults: Any) -> AlgorithmSpec:
-    """Describe an algorithm of the family by its defaults that differ from `PolicyGradientConfig`."""
+    """Describe a policy-gradient algorithm. `defaults`: defaults that differ from `PolicyGradientConfig`."""
     title = name.title().replace("_", "")
     config = derive_settings(PolicyGradientConfig, f"{title}Config", about, defaults)
     recipe = derive_settings(PolicyGradientExperiment, f"{title}Experiment", about, {"policy": config()})

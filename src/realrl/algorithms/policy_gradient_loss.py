@@ -26,14 +26,15 @@ from realrl.dataflow.graph import DataflowGraph
 # Advantages of groups are tables [prompts, samples] of float64, with NaN for answers that have no reward.
 
 STD_EPSILON = 1e-4
-"""Added to deviations that rewards are divided by, as in TRL."""
+"""Number that is added to a standard deviation before advantages are divided by it, as in TRL."""
 
 
 def subtract_baseline(rewards: Tensor, baseline: Literal["group_mean", "leave_one_out", "none"]) -> Tensor:
     """Subtract from each reward the baseline of its group. rewards: [prompts, samples] -> the same shape
 
-    `group_mean`: the mean (Shao et al. 2024, section 4.1.2). `leave_one_out`: the mean of the others, NaN if there
-    are none (Kool et al. 2019; Ahmadian et al. 2024, equation 6). With both, equal rewards give exactly 0.
+    `group_mean`: the mean reward (Shao et al. 2024, section 4.1.2). `leave_one_out`: the mean of the other rewards,
+    NaN if there are none (Kool et al. 2019; Ahmadian et al. 2024, equation 6). With either of them, equal rewards
+    give exactly 0.
     """
     match baseline:
         case "group_mean":
@@ -58,7 +59,10 @@ def compute_std(values: Tensor) -> Tensor:
 
 
 def scale_by_std(advantages: Tensor, rewards: Tensor, scale: Literal["group_std", "batch_std"]) -> Tensor:
-    """Divide advantages by the deviation of the rewards in their group or in the batch. Both [prompts, samples]"""
+    """Divide advantages by the standard deviation of the rewards in their group or in the batch.
+
+    advantages, rewards: [prompts, samples]; result: the same shape
+    """
     std = compute_std(rewards if scale == "group_std" else rewards.reshape(1, -1))
     return advantages / (std + STD_EPSILON)
 
@@ -66,7 +70,7 @@ def scale_by_std(advantages: Tensor, rewards: Tensor, scale: Literal["group_std"
 def punish_overlong(lengths: Tensor, *, most: int, buffer: int, penalty: float) -> Tensor:
     """Compute the soft overlong punishment (Yu et al. 2025, equation 13). lengths: [N] tokens -> [N], at most 0
 
-    0 up to most - buffer tokens, then falling linearly to -penalty at `most`.
+    The punishment is 0 up to most - buffer tokens, and falls linearly to -penalty at `most` tokens.
     """
     excess = (lengths.double() - (most - buffer)) / buffer
     return -penalty * excess.clamp(0, 1)
@@ -90,8 +94,9 @@ class PolicyGradientTrain(PolicyTrain):
         restricted: bool = False,
         skips: bool = False,
     ) -> None:
-        """prompts: per step. max_new_tokens: limit of an answer. restricted: whether sampling excludes tokens.
+        """prompts: number of prompts per step. max_new_tokens: limit of an answer.
 
+        restricted: whether sampling excludes tokens.
         skips: whether NaN is the score of an answer that its reward skipped. Otherwise NaN is a mistake, and must
         make the gradient not finite.
         """
@@ -102,7 +107,10 @@ class PolicyGradientTrain(PolicyTrain):
         self._coef = config.kl.coef
 
     def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
-        """Add `advantages`, like `sequences` and 0 on prompts, and `kept`, 1 for answers that the loss counts."""
+        """Add `advantages` and `kept`.
+
+        `advantages` has one number per token of `sequences`, 0 on prompts. `kept` is 1 for answers in the loss.
+        """
         config = self._config
         self.begin_step()
         self._coef = self.kl.coef
@@ -138,7 +146,7 @@ class PolicyGradientTrain(PolicyTrain):
         return batch.with_fields(advantages=rows, kept=Ragged.scalars(kept.float())), metrics
 
     def _rewards(self, batch: Batch, answers: Responses) -> Tensor:
-        """Compute the reward of each answer, with penalties on the answer as a whole. [N] float64"""
+        """Compute the reward of each answer, minus penalties on the answer as a whole. [N] float64"""
         config = self._config
         rewards = batch["score"].values
         if config.overlong_buffer is not None:
@@ -189,12 +197,12 @@ class PolicyGradientTrain(PolicyTrain):
         return metrics
 
     def weight(self, batch: Batch) -> float:
-        """Number of answer tokens or, if all answers weigh the same, of answers."""
+        """Count the answer tokens with aggregate=token_mean, and the answers otherwise."""
         answers = Responses.find(batch)
         return answers.total if self._config.aggregate == "token_mean" else int((answers.counts > 0).sum())
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
-        """Sum the policy loss, and the divergence if `kl.place` is `loss`, in the way of `aggregate`."""
+        """Sum the policy loss of all tokens, weighted by `aggregate`; with kl.place=loss, add the divergence."""
         assert output.logprobs is not None and output.entropy is not None
         config = self._config
         answers = Responses.find(batch)
@@ -218,7 +226,7 @@ class PolicyGradientTrain(PolicyTrain):
         return self._aggregate(loss, answers), metrics
 
     def _log_ratio(self, log_ratio: Tensor, answers: Responses) -> Tensor:
-        """Turn the log ratios of tokens into those that are clipped, see `PolicyGradientConfig.ratio`.
+        """Convert log ratios of tokens to the log ratios that are clipped, see `PolicyGradientConfig.ratio`.
 
         [A] -> [A]
         """
@@ -230,9 +238,9 @@ class PolicyGradientTrain(PolicyTrain):
         return per_answer[answers.row].float()
 
     def _correct_sampler(self, log_ratio: Tensor, metrics: Metrics) -> Tensor:
-        """Weight tokens by log p_trainer - log p_sampler, see `PolicyGradientConfig.sampler_correction`.
+        """Compute the weight of each token, see `PolicyGradientConfig.sampler_correction`.
 
-        [A] -> [A]
+        log_ratio: [A] log p_trainer - log p_sampler; result: [A]
         """
         mode, cap = self._config.sampler_correction, self._config.sampler_cap
         if mode == "none":
@@ -243,7 +251,7 @@ class PolicyGradientTrain(PolicyTrain):
         return ratio.clamp(max=cap) if mode == "truncate" else torch.where(beyond, 0.0, ratio)
 
     def _aggregate(self, loss: Tensor, answers: Responses) -> Tensor:
-        """Sum the losses of tokens in the way of `aggregate`. The engine then divides by `weight`."""
+        """Sum the losses of tokens with the weights of `aggregate`. The engine then divides the sum by `weight`."""
         match self._config.aggregate:
             case "token_mean" | "sequence_sum":
                 return loss.sum()

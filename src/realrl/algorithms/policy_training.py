@@ -1,4 +1,4 @@
-"""Train a policy on its own samples: clipped loss, log-probabilities under actor and reference, the train call."""
+"""Training of a policy on its own samples: clipped loss, log-probabilities of actor and reference, train method."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -45,9 +45,9 @@ def compute_policy_loss(
 ) -> PolicyLoss:
     """Compute the negated clipped surrogate of PPO (Schulman et al. 2017, equation 7).
 
-    max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) with r = exp(log_ratio). DAPO uses two different bounds (Yu
-    et al. 2025, equation 8). `dual_clip` limits the loss of a negative advantage to -A dual_clip (Ye et al. 2020,
-    equation 5).
+    The loss is max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) with the advantage A and r = exp(log_ratio). DAPO
+    uses two different bounds (Yu et al. 2025, equation 8). `dual_clip` limits the loss of a negative advantage to
+    -A dual_clip (Ye et al. 2020, equation 5).
 
     log_ratio: [A] log p_new - log p_old, through which the gradient flows; advantages: [A]
     """
@@ -83,7 +83,7 @@ def global_moments(values: Tensor, dp_sum: Sum) -> Moments:
     count, total = dp_sum(torch.stack([x.new_tensor(x.numel()), x.sum()])).tolist()
     n = max(count, 1.0)
     mean = total / n
-    # Two passes: for numbers far from 0, mean square minus squared mean is nothing but rounding errors.
+    # Two passes, because mean square minus squared mean is mostly rounding error for numbers far from 0.
     squares = dp_sum((x - mean).square().sum()[None]).item()
     return Moments(count, mean, squares / n)
 
@@ -94,14 +94,14 @@ def whiten(values: Tensor, moments: Moments) -> Tensor:
 
 
 class OnSequences:
-    """Method that runs the model on prompts with answers."""
+    """Base of methods that run a model on prompts with answers."""
 
     def sequences(self, batch: Batch) -> Ragged:
         return batch["sequences"]
 
 
 class LogprobsInference(OnSequences, PlainInference):
-    """Log-probabilities of each sequence, as the output `key`."""
+    """Log-probabilities of each sequence's tokens, as the output `key`."""
 
     def __init__(self, key: str) -> None:
         self.key = key
@@ -112,7 +112,7 @@ class LogprobsInference(OnSequences, PlainInference):
 
 
 class RefInference(LogprobsInference):
-    """Log-probabilities of each sequence under the reference, `ref_logprobs`."""
+    """Log-probabilities of each sequence's tokens under the reference, as the output `ref_logprobs`."""
 
     def __init__(self, *, restricted: bool = False) -> None:
         """`restricted`: whether evaluation excludes tokens, or samples at another temperature than training."""
@@ -120,9 +120,9 @@ class RefInference(LogprobsInference):
         self._restricted = restricted
 
     def metrics(self, batch: Batch) -> Metrics:
-        """Report `kl` in evaluations: divergence from the reference, summed over an answer, mean over answers.
+        """Report `kl` in evaluations: the divergence from the reference per answer, averaged over answers.
 
-        In training this call lacks the inputs, and the train call reports the metric.
+        In training, this call does not get the inputs for `kl`, and the train call reports it.
         """
         metrics = Metrics()
         if "prompt_length" in batch.fields and "logprobs" in batch.fields:
@@ -138,22 +138,22 @@ class PolicyTrain(OnSequences, PlainTrain):
     _updated = False
 
     def begin_step(self) -> None:
-        """Note that the trainer holds the sampler's weights."""
+        """Record that the trainer still holds the weights that the sampler used."""
         self._updated = False
 
     def stop(self, metrics: dict[str, float]) -> bool:
-        """Never stop early. The update of the first mini-batch follows."""
+        """Never stop early. Record that the trainer's weights differ from the sampler's after this mini-batch."""
         self._updated = True
         return False
 
     def weight(self, batch: Batch) -> float:
-        """Number of answer tokens that are kept."""
+        """Count the answer tokens that are kept."""
         return Responses.find(batch).total
 
     def sum_clipped_loss(
         self, batch: Batch, output: ModelOutput, at: Tensor, clip: float
     ) -> tuple[Tensor, Metrics]:
-        """Sum the clipped surrogate over the answer tokens `at` [A]. The sampler's policy is the old one."""
+        """Sum the clipped surrogate over the answer tokens `at` [A]. The old policy is the sampler's."""
         assert output.logprobs is not None and output.entropy is not None
         new, old = output.logprobs[at].float(), batch["logprobs"].values[at]
         advantages = batch["advantages"].values[at]
@@ -166,7 +166,10 @@ class PolicyTrain(OnSequences, PlainTrain):
     def measure_update(
         self, result: PolicyLoss, *, logprobs: Tensor, old_logprobs: Tensor, entropy: Tensor
     ) -> Metrics:
-        """Compute means over answer tokens, and `sampler_trainer_mismatch`. logprobs, old_logprobs, entropy: [A]"""
+        """Compute metrics as means over answer tokens, and `sampler_trainer_mismatch`.
+
+        logprobs, old_logprobs, entropy: [A]
+        """
         metrics, count = Metrics(), len(logprobs)
         kl = approximate_kl(logprobs=logprobs.detach(), old_logprobs=old_logprobs)
         metrics.mean("policy_loss_per_token", result.loss.sum(), count)
@@ -178,9 +181,11 @@ class PolicyTrain(OnSequences, PlainTrain):
         return metrics
 
     def add_mismatch(self, metrics: Metrics, *, logprobs: Tensor, old_logprobs: Tensor) -> None:
-        """Add the largest change of a log-probability before the first update. logprobs, old_logprobs: [A]
+        """Before the first update of a step, add the largest difference between trainer and sampler.
 
-        Until then the trainer holds the sampler's weights, so any difference is numerical.
+        The trainer then still holds the sampler's weights, so any difference is numerical.
+
+        logprobs, old_logprobs: [A]
         """
         if not self._updated:
             change = (logprobs.detach() - old_logprobs).abs()
@@ -190,7 +195,7 @@ class PolicyTrain(OnSequences, PlainTrain):
 def make_sampling_methods(
     experiment: RewardedExperiment, *, finished_only: bool = False
 ) -> dict[str, Method]:
-    """Make the methods that sample, score and compare with the reference; `finished_only` as in `ScoreOptions`."""
+    """Make the methods that sample, score and compare with the reference. `finished_only`: see `ScoreOptions`."""
     generation, evaluated = experiment.generation, get_eval_generation(experiment)
     return {
         "actor.generate": GenerateMethod(generation, evaluated),

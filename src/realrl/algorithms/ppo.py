@@ -1,4 +1,4 @@
-"""PPO: settings, calls and description. No torch."""
+"""PPO: settings, calls and description. This module does not import torch."""
 
 from collections.abc import Iterable
 from typing import Literal, Self
@@ -39,8 +39,8 @@ class PPOConfig(ReferenceConfig):
     clip: PositiveFloat = 0.2
     """Clip the probability ratio to [1 - clip, 1 + clip]."""
     value_clip: PositiveFloat | None = 0.2
-    """How far values may move from the old values before the loss is clipped. The unit is that of rewards or, with
-    `value_norm`, the standard deviation of returns. null for no clipping."""
+    """How far values may move from the old values before the loss is clipped. Values have the unit of rewards. With
+    `value_norm`, the unit is the standard deviation of returns. null for no clipping."""
     minibatches: PositiveInt = 4
     """Optimizer steps per pass over a batch; must divide `data.batch`."""
     epochs: PositiveInt = 1
@@ -48,24 +48,25 @@ class PPOConfig(ReferenceConfig):
     advantage_norm: bool = True
     """Normalise advantages to mean 0 and deviation 1 over the whole batch."""
     value_norm: Literal["none", "running", "exponential"] = "none"
-    """Measure the critic's errors in standard deviations of the returns: over all returns so far (`running`), or by
-    an exponential average. The critic itself always predicts unscaled rewards."""
+    """Divide the critic's errors by the standard deviation of the returns. `running` computes it over all returns
+    so far, `exponential` as an exponential average. The critic itself always predicts unscaled rewards."""
     value_norm_beta: float = Field(default=0.99, gt=0, lt=1)
     """Decay of the exponential average."""
     reward_scale: PositiveFloat = 1.0
-    """Factor of rewards: training uses `clip((score - reward_bias) * reward_scale)`, and the critic's output as
-    `(output - reward_bias) * reward_scale`. So the critic starts, and is saved, on the scale of the scores."""
+    """Factor of rewards. A reward is `clip((score - reward_bias) * reward_scale)`, and a value is
+    `(output - reward_bias) * reward_scale`. So the critic's output always has the scale of the scores."""
     reward_bias: float = 0.0
-    """Subtracted from the score."""
+    """Number that is subtracted from each score."""
     reward_clip: PositiveFloat | None = 10.0
-    """Limit of the absolute reward; null for no limit. Values are not limited."""
+    """Limit of the absolute reward; null for no limit. The critic's values are not limited."""
     early_stop_ratio: PositiveFloat | None = 5.0
-    """Skip the rest of a batch when the mean probability ratio of a mini-batch exceeds this."""
+    """Skip the remaining mini-batches of a step when the mean probability ratio of a mini-batch exceeds this
+    number. null never skips."""
     truncated: Literal["score", "bootstrap"] = "score"
-    """Treatment of answers without end of sequence: `score` uses their score like any other. `bootstrap` ignores
-    the score and takes the critic's value of the last state for what would have followed."""
+    """Treatment of answers without end of sequence. `score` uses their score, as for finished answers. `bootstrap`
+    ignores their score, and uses the critic's value of the last state as the return of the missing tokens."""
     missing_eos_penalty: NonNegativeFloat = 0.0
-    """Subtracted from the reward of an answer without end of sequence."""
+    """Number that is subtracted from the reward of an answer without end of sequence."""
 
 
 class PPOModels(PolicyModels):
@@ -77,7 +78,7 @@ class PPOModels(PolicyModels):
 
 
 class PPOExperiment(RewardedExperiment):
-    """RLHF with PPO: actor, critic, reference and reward model; or another reward in place of the model."""
+    """RLHF with PPO: actor, critic, reference, and a reward model or another reward."""
 
     models: PPOModels
     ppo: PPOConfig = PPOConfig()
@@ -98,10 +99,10 @@ def train_graph(
     reward: Rewards | None = None,
     reference: bool = True,
 ) -> DataflowGraph:
-    """Sample, score and train: at most four roles and six calls.
+    """Make the graph that samples, scores, and trains actor and critic.
 
-    minibatches: optimizer steps per pass. averages: how the reference follows the actor. reward: as in
-    `score_sequences`. reference: whether there is a reference model.
+    minibatches: optimizer steps per pass. averages: moving averages that make the reference follow the actor.
+    reward: see `score_sequences`. reference: whether there is a reference model.
     """
     inference = [infer_on_sequences("critic.inference", "values")]
     if reference:

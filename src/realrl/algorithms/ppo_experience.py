@@ -20,11 +20,12 @@ def gae(
 ) -> Tensor:
     """Estimate advantages (Schulman et al. 2016, equation 16) of N episodes with up to L actions.
 
-    A_i = sum over k >= 0 of (gamma lam)^k delta_{i+k}, delta_i = rewards_i + gamma V_{i+1} - V_i.
+    The advantage of action i is A_i = sum over k >= 0 of (gamma lam)^k delta_{i+k}, with
+    delta_i = rewards_i + gamma V_{i+1} - V_i.
 
     rewards: [N, L] reward of action i. values: [N, L] V_i, value of the state before action i.
     terminal: [N] value of the state after the last action, 0 if the episode truly ended there.
-    counts: [N] actions of each episode; anything behind them is ignored. Result: [N, L], 0 behind the actions.
+    counts: [N] actions of each episode; later columns are ignored. Result: [N, L], 0 after the last action.
     """
     advantages = torch.zeros_like(rewards)
     ahead, next_value = torch.zeros_like(terminal), terminal
@@ -37,7 +38,7 @@ def gae(
     return advantages
 
 
-# Floor of the variance of returns (Yu et al. 2022, MAPPO): errors are scaled up tenfold at most.
+# Minimum variance of returns (Yu et al. 2022, MAPPO). It scales errors up tenfold at most.
 MIN_VARIANCE = 1e-2
 
 
@@ -45,8 +46,8 @@ class ReturnScale:
     """Standard deviation of the returns of a run: the unit of the critic's errors.
 
     Steps are weighted by their number of returns (`running`), or by (1 - beta) beta^age with the usual correction
-    for the start (`exponential`; Kingma and Ba 2015, section 3). The deviation is 1 before the first update, and
-    always for `none`.
+    for the start (`exponential`; Kingma and Ba 2015, section 3). The deviation is 1 before the first update. With
+    `none`, it is always 1.
 
     The critic's output is never scaled, so its predictions stay the same when the statistics move. PopArt (van
     Hasselt et al. 2016) achieves this by rewriting the last layer.
@@ -78,7 +79,7 @@ class ReturnScale:
         return {"value_weight": self._weight, "value_total": self._total, "value_squares": self._squares}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore the sums, unless errors are not scaled."""
+        """Restore the sums. With `none`, do nothing."""
         if self._mode != "none":
             self._weight = state["value_weight"]
             self._total = state["value_total"]
@@ -87,13 +88,13 @@ class ReturnScale:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Experience:
-    """N sequences with A action tokens in total, on the scale of rewards.
+    """Training data from N sequences with A action tokens in total, on the scale of rewards.
 
-    rewards: [N] given at the last action, without the KL penalty. kl: [N] divergence from the reference, summed
-    over actions (see `token_kl`). values: [A] of the state before each action. advantages, returns: [A]. All but kl
-    are float64; `add_to_batch` rounds to float32. kl_coef: weight of the penalty. return_moments: over all ranks.
-    kept: [N] bool, whether training uses a sequence. A sequence whose reward was skipped has no action tokens, and
-    the reward 0.
+    actions: the action tokens. rewards: [N] given at the last action, without the KL penalty. kl: [N] divergence
+    from the reference, summed over the tokens of each answer (see `token_kl`). values: [A] of the state before each
+    action. advantages, returns: [A]. These tensors are float64; `add_to_batch` rounds to float32. kl_coef: weight
+    of the penalty. return_moments: moments of the returns on all ranks. kept: [N] bool, whether training uses a
+    sequence. A sequence whose reward was skipped has no action tokens, and the reward 0.
     """
 
     actions: Responses
@@ -108,7 +109,7 @@ class Experience:
 
 
 def add_to_batch(batch: Batch, experience: Experience, **values: Tensor) -> Batch:
-    """Add values of action tokens, [A] each, as rows like `sequences`, and the mask `kept`."""
+    """Add rows with one number per token: `values` ([A] each) on the actions, 0 elsewhere. Add the mask `kept`."""
     rows = {name: experience.actions.spread(value.float()) for name, value in values.items()}
     return batch.with_fields(**rows, kept=Ragged.scalars(experience.kept.float()))
 
@@ -119,12 +120,15 @@ def to_reward_scale(values: Tensor, config: PPOConfig) -> Tensor:
 
 
 def scored(finished: Tensor, config: PPOConfig) -> Tensor:
-    """Mask the sequences whose score counts: under `truncated: bootstrap` only finished ones. [N] -> [N] bool"""
+    """Mark the sequences whose score counts. With `truncated: bootstrap`, only scores of finished sequences count.
+
+    finished: [N] -> [N] bool
+    """
     return (finished != 0) | (config.truncated == "score")
 
 
 def shape_rewards(*, score: Tensor, finished: Tensor, config: PPOConfig) -> Tensor:
-    """Compute clip((score - bias) * scale) per sequence, and 0 if its score does not count.
+    """Compute the reward of each sequence: clip((score - bias) * scale), or 0 if its score does not count.
 
     Sequences without end of sequence then lose `missing_eos_penalty`.
 
@@ -140,8 +144,8 @@ def shape_rewards(*, score: Tensor, finished: Tensor, config: PPOConfig) -> Tens
 class ExperienceMaker:
     """Turns the batch of each step into experience, with statistics that outlast the step.
 
-    Each train call owns one maker. The calls may run on different ranks, in any order. All of them must see the
-    statistics from before the step, and have the same new ones after it.
+    Each train call owns one maker. The calls may run on different ranks, in any order. So all makers use the
+    statistics from before the step, and compute the same new statistics.
     """
 
     def __init__(self, config: PPOConfig, *, restricted: bool = False, skips: bool = False) -> None:
@@ -184,7 +188,7 @@ class ExperienceMaker:
             )
         )
         returns = advantages + values
-        # Over all answers, kept or not: how far the actor has moved does not depend on rewards.
+        # The mean includes answers that are not kept, because the actor's divergence does not depend on rewards.
         kl = answers.row_sums(token_kl(differences[answers.index], restricted=self._restricted))
         kl_moments, return_moments = global_moments(kl, dp_sum), global_moments(returns, dp_sum)
         self._kl.update(kl=kl_moments.mean, sequences=int(kl_moments.count))
@@ -203,9 +207,9 @@ class ExperienceMaker:
         )
 
     def _keep(self, score: Tensor, dp_sum: Sum) -> tuple[Tensor, Tensor]:
-        """Return scores, 0 for skipped sequences, and [N] bool, which sequences are kept.
+        """Return the scores, with 0 for skipped sequences, and whether each sequence is kept ([N] bool).
 
-        Raises UnscoredError if no rank keeps any.
+        Raises UnscoredError if no rank keeps a sequence.
         """
         if not self._skips:
             return score, torch.ones_like(score, dtype=torch.bool)

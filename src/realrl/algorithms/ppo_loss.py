@@ -37,17 +37,20 @@ from realrl.dataflow.graph import DataflowGraph
 
 
 class ActorTrain(PolicyTrain):
-    """Clipped policy gradient over action tokens; all tokens of a mini-batch weigh the same."""
+    """Clipped policy gradient over action tokens. All action tokens of a mini-batch have the same weight."""
 
     def __init__(self, config: PPOConfig, *, restricted: bool = False, skips: bool = False) -> None:
-        """`restricted` and `skips` as in `ExperienceMaker`."""
+        """`restricted` and `skips`: see `ExperienceMaker`."""
         self._config, self._skips = config, skips
         self.epochs = config.epochs
         self.experience_maker = ExperienceMaker(config, restricted=restricted, skips=skips)
         self._stopped = False
 
     def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
-        """Add `advantages`, like `sequences` and 0 on prompts, normalised over all ranks if so configured."""
+        """Add `advantages`: one number per token of `sequences`, 0 on prompts.
+
+        With `advantage_norm`, advantages are normalised over all ranks.
+        """
         self.begin_step()
         self._stopped = False
         experience = self.experience_maker.make_experience(batch, dp_sum)
@@ -64,7 +67,7 @@ class ActorTrain(PolicyTrain):
         return add_to_batch(batch, experience, advantages=advantages), metrics
 
     def _summarize(self, batch: Batch, experience: Experience) -> Metrics:
-        """Compute means over sequences; `score` is over sequences whose score is trained on."""
+        """Compute metrics as means over sequences. `score` is a mean over sequences whose score counts."""
         metrics, count = Metrics(), len(batch)
         kept = experience.kept
         trained_on = scored(batch["finished"].values, self._config) & kept
@@ -83,7 +86,7 @@ class ActorTrain(PolicyTrain):
     def stop(self, metrics: dict[str, float]) -> bool:
         """Stop if the mean probability ratio of the mini-batch exceeds `early_stop_ratio`.
 
-        A ratio that is not finite does not stop: the optimizer skips and counts such a step.
+        A ratio that is not finite does not stop training, because the optimizer skips and counts such a step.
         """
         super().stop(metrics)
         limit = self._config.early_stop_ratio
@@ -91,14 +94,14 @@ class ActorTrain(PolicyTrain):
         return self._stopped
 
     def finish(self) -> Metrics:
-        """Report `early_stopped`: 1 if the rest of the step was dropped, else 0."""
+        """Report `early_stopped`: 1 if mini-batches of the step were skipped, else 0."""
         metrics = Metrics()
         metrics.mean("early_stopped", torch.tensor(float(self._stopped)), 1.0)
         return metrics
 
 
 class CriticInference(OnSequences, PlainInference):
-    """The critic's value of the state after each token. `critic.train` reports on values."""
+    """The critic's value of the state after each token. The call `critic.train` reports metrics of values."""
 
     def __init__(self, config: PPOConfig) -> None:
         self._config = config
@@ -119,7 +122,8 @@ class ValueLoss(NamedTuple):
 def value_loss(*, values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> ValueLoss:
     """Compute the clipped squared error of values (as in OpenAI baselines' ppo2).
 
-    0.5 max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2), or 0.5 (v - R)^2 if `clip` is None.
+    The loss of a value v with return R is 0.5 max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2). If `clip` is
+    None, the loss is 0.5 (v - R)^2.
 
     values, old_values, returns: [A]; the gradient flows through `values` only.
     """
@@ -131,28 +135,31 @@ def value_loss(*, values: Tensor, old_values: Tensor, returns: Tensor, clip: flo
 
 
 class CriticTrain(OnSequences, PlainTrain):
-    """Clipped regression of the value before each action on its return, in units of the returns' deviation."""
+    """Train method of the critic: clipped squared error between the value before each action and its return.
+
+    Errors are divided by the standard deviation of the returns (see `ReturnScale`).
+    """
 
     def __init__(self, config: PPOConfig, *, restricted: bool = False, skips: bool = False) -> None:
-        """`restricted` and `skips` as in `ExperienceMaker`."""
+        """`restricted` and `skips`: see `ExperienceMaker`."""
         self._config = config
         self.epochs = config.epochs
         self.experience_maker = ExperienceMaker(config, restricted=restricted, skips=skips)
 
     @property
     def head_scale(self) -> float:
-        """Deviation of the returns on the scale of the critic's output.
+        """Standard deviation of the returns, on the scale of the critic's output.
 
-        Adam's steps do not depend on the scale of gradients. So errors in units of the deviation, with this rate
-        for the head, train like PopArt (van Hasselt et al. 2016), and no weight is rewritten when the statistics
-        move.
+        Adam's steps do not depend on the scale of gradients. Dividing errors by the deviation, and multiplying the
+        head's learning rate by it, therefore trains like PopArt (van Hasselt et al. 2016). No weight needs to be
+        rewritten when the deviation changes.
         """
         if self._config.value_norm == "none":
             return 1.0
         return self.experience_maker.return_scale.std / self._config.reward_scale
 
     def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
-        """Add `returns`, like `sequences` and 0 on prompts, on the scale of rewards.
+        """Add `returns`: one number per token of `sequences`, 0 on prompts, on the scale of rewards.
 
         The return at position t is the target of the value at position t - 1.
         """
@@ -215,9 +222,9 @@ class PPOAlgorithm(StatelessAlgorithm):
         ]
 
     def state_dict(self) -> dict[str, float]:
-        """Save the KL coefficient, the statistics of returns, and the number of steps that they have seen.
+        """Return the KL coefficient, the statistics of returns, and the number of steps so far.
 
-        A rank that runs a train call knows them. After a step all such ranks agree.
+        Only ranks that run a train call know these numbers. After a step, all these ranks have the same numbers.
         """
         return max(self._experience_makers, key=lambda maker: maker.steps).state_dict()
 

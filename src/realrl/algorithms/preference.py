@@ -1,4 +1,7 @@
-"""Learning from preference pairs (DPO, ORPO, SimPO): settings, calls and descriptions. No torch."""
+"""Learning from preference pairs (DPO, ORPO, SimPO): settings, calls and descriptions.
+
+This module does not import torch.
+"""
 
 from typing import Any, Literal, Self
 
@@ -14,46 +17,47 @@ from realrl.recipe.experiment import Experiment, Models
 from realrl.recipe.model import ModelConfig, TrainedModelConfig
 
 _PER_TOKEN = ("ipo", "odds_ratio")
-"""Losses of scores per token. With sums, the target of `ipo`, a fixed difference, would depend on lengths."""
+"""Losses that compare scores per token. `ipo` has a fixed target difference of scores, which would be easier to
+reach with long answers if scores were sums over tokens."""
 
 
 class PreferenceModels(Models):
-    """Models of a preference recipe: the trained actor, and perhaps a frozen reference."""
+    """Models of a preference recipe: the trained actor, and a frozen reference if the loss uses one."""
 
     actor: TrainedModelConfig
     """The policy."""
     ref: ModelConfig | None = Field(default=ModelConfig(), json_schema_extra=PRESENCE)
     """Frozen reference policy. Without a `path` it is the actor's starting point, and without a `dtype` it takes
-    the actor's. There is none if the loss uses no reference model."""
+    the actor's. There is no reference unless `preference.reference` is `model`."""
 
 
 class PreferenceConfig(ReferenceConfig):
-    """Loss of preference pairs. The score of an answer is its log-probability, minus that under the reference if
-    there is one. Its reward is `beta` times the score. With a reference that follows the actor, this is TR-DPO
-    (Gorbatovski et al. 2024)."""
+    """Loss of preference pairs. The score of an answer is its log-probability under the actor, minus its
+    log-probability under the reference if there is a reference. The reward of an answer is `beta` times its score.
+    With a reference that follows the actor, the algorithm is TR-DPO (Gorbatovski et al. 2024)."""
 
     loss: Literal["sigmoid", "robust", "hinge", "ipo", "odds_ratio"] = "sigmoid"
-    """With d the score of the chosen answer minus that of the rejected one, `sigmoid`:
-    -log sigmoid(beta d - gamma) (Rafailov et al. 2023). `robust`: the same, corrected for the bias of wrong labels
-    (Chowdhury et al. 2024). `hinge`: max(0, 1 - beta d) (Zhao et al. 2023). `ipo`: (d - 1 / (2 beta))^2 with scores
-    per token, as in the authors' experiments (Azar et al. 2023). `odds_ratio`: -beta log sigmoid of the difference
-    of log odds, without a reference (Hong et al. 2024)."""
+    """Loss of a pair; d is the score of the chosen answer minus the score of the rejected answer. `sigmoid`:
+    -log sigmoid(beta d - gamma) (Rafailov et al. 2023). `robust`: the same loss, corrected for the bias of wrong
+    labels (Chowdhury et al. 2024). `hinge`: max(0, 1 - beta d) (Zhao et al. 2023). `ipo`: (d - 1 / (2 beta))^2 with
+    scores per token, as in the authors' experiments (Azar et al. 2023). `odds_ratio`: -beta log sigmoid of the
+    difference of log odds, without a reference (Hong et al. 2024)."""
     beta: PositiveFloat = 0.1
     """Scale of rewards. A higher value keeps the actor nearer to the reference."""
     gamma: NonNegativeFloat = 0.0
-    """Target margin between the rewards of the chosen and the rejected answer; for loss=sigmoid."""
+    """Target margin between the rewards of the chosen and the rejected answer. Only for loss=sigmoid."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """Probability that the label of a pair is wrong; for loss=sigmoid (Mitchell 2023) and loss=robust."""
+    """Probability that the label of a pair is wrong. Only for loss=sigmoid (Mitchell 2023) and loss=robust."""
     length_normalization: bool | None = None
-    """Divide each answer's score by its number of tokens. null does so for loss=ipo and loss=odds_ratio."""
+    """Divide each answer's score by its number of tokens. null divides only for loss=ipo and loss=odds_ratio."""
     reference: Literal["model", "records", "none"] = "model"
-    """Source of the reference's log-probabilities: the model `models.ref`; the record columns `ref_chosen_logps`
-    and `ref_rejected_logps`, each summed over the tokens of an answer; or none, so that scores are the actor's
-    log-probabilities alone."""
+    """Source of the reference's log-probabilities. `model`: the model `models.ref`. `records`: the record columns
+    `ref_chosen_logps` and `ref_rejected_logps`, each summed over the tokens of an answer. `none`: no reference, so
+    scores are log-probabilities of the actor alone."""
     nll_coef: NonNegativeFloat = 0.0
-    """Weight of the negative log-likelihood of chosen answers, mean per token, in the loss."""
+    """Weight, in the loss, of the mean negative log-likelihood per token of chosen answers."""
     nll_prompts: bool = False
-    """Include the prompt in this likelihood."""
+    """Include the tokens of prompts in the likelihood of `nll_coef`."""
 
     @property
     def per_token(self) -> bool:
@@ -115,12 +119,12 @@ _KEYS = (
     *(Key(name, "int64", "one") for name in (*_PAIR[2:], "pairs_of_prompt")),
     *(Key(name, "float32", "one") for name in (*_REF_LOGPS, *_LOGPS, "chosen_nll")),
 )
-"""`chosen` and `rejected` are whole sequences; `*_logps` are log-probabilities of answers, summed over tokens. A
-pair weighs 1 / `pairs_of_prompt`."""
+"""`chosen` and `rejected` hold prompts with answers. Keys that end with `_logps` hold log-probabilities of answers,
+summed over tokens. The weight of a pair is 1 / `pairs_of_prompt`."""
 
 
 def _make_graph(experiment: PreferenceExperiment, kind: Kind) -> DataflowGraph:
-    """Make the graph of a call of the actor, after that of the reference if there is one.
+    """Make the graph with a call of the actor, which follows a call of the reference if there is a reference.
 
     Inference computes log-probabilities of both answers of each pair, and `chosen_nll` if the loss includes it.
     """
@@ -138,7 +142,7 @@ def _make_graph(experiment: PreferenceExperiment, kind: Kind) -> DataflowGraph:
 
 
 def _describe(name: str, about: str, **defaults: Any) -> AlgorithmSpec:
-    """Describe an algorithm of the family by its defaults that differ from `PreferenceConfig`."""
+    """Describe an algorithm that learns from pairs. `defaults`: defaults that differ from `PreferenceConfig`."""
     config = derive_settings(PreferenceConfig, f"{name.title()}Config", about, defaults)
     recipe = derive_settings(
         PreferenceExperiment, f"{name.title()}Experiment", about, {"preference": config()}

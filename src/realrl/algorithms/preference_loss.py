@@ -91,7 +91,7 @@ def _sum_nll(config: PreferenceConfig, batch: Batch, output: ModelOutput) -> Ten
     starts = batch["chosen_prompt_length"].values
     if config.nll_prompts:
         starts = torch.ones_like(starts)
-    # As if rejected sequences were all prompt.
+    # Rejected sequences count as prompts over their whole length, so that their tokens are left out.
     ends = copy_numbers(batch["rejected"].lengths, starts.device)
     found = Responses.of(pair_rows(batch), Ragged.scalars(torch.stack((starts, ends), 1).flatten()))
     return -found.row_sums(output.logprobs[found.index])[0::2]
@@ -105,7 +105,7 @@ def _count_nll_tokens(config: PreferenceConfig, batch: Batch) -> Tensor:
 
 
 def _compare(config: PreferenceConfig, batch: Batch, logps: Sides) -> tuple[Tensor, Metrics]:
-    """Compute the loss of each pair without NLL, [N], and weighted means over pairs.
+    """Compute the loss of each pair without NLL, [N], and metrics as weighted means over pairs.
 
     `accuracy` is the share of pairs whose chosen answer has the higher reward; ties count half. `margin` is the
     difference of rewards.
@@ -129,7 +129,7 @@ def _compare(config: PreferenceConfig, batch: Batch, logps: Sides) -> tuple[Tens
 
 
 def _add_nll(metrics: Metrics, config: PreferenceConfig, batch: Batch, nll: Tensor) -> None:
-    """Add `nll`, the mean over tokens. nll: [N] sums"""
+    """Add the metric `nll`, a weighted mean over tokens. nll: [N] sums over the tokens of each chosen sequence"""
     weights = pair_weights(batch)
     metrics.mean("nll", (nll * weights).sum(), (_count_nll_tokens(config, batch) * weights).sum())
 
@@ -152,7 +152,10 @@ class RefLogprobs:
 
 
 class PreferenceMethod(RefLogprobs, PlainTrain):
-    """Loss of preference pairs; each pair weighs 1 / (pairs of its prompt). Evaluations measure the same."""
+    """Method that trains on preference pairs, or evaluates them.
+
+    The weight of each pair is 1 / (number of pairs of its prompt).
+    """
 
     prefix = ""
 
@@ -168,9 +171,9 @@ class PreferenceMethod(RefLogprobs, PlainTrain):
         return outputs
 
     def metrics(self, batch: Batch) -> Metrics:
-        """Report what training reports.
+        """Report the metrics of training.
 
-        With an NLL there is no `loss`: it would be a mean over all ranks' tokens.
+        If the loss includes the NLL, `loss` is left out, because it needs the number of tokens on all ranks.
         """
         config = self._config
         logps = Sides(*(batch[f"{side}_logps"].values.double() for side in SIDES))
@@ -182,7 +185,7 @@ class PreferenceMethod(RefLogprobs, PlainTrain):
         return metrics
 
     def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
-        """Find the tokens per pair over all ranks. They divide the NLL of a pair."""
+        """Compute the mean number of NLL tokens per pair over all ranks. `loss` divides the NLL of a pair by it."""
         if self._config.nll_coef > 0:
             weights = pair_weights(batch)
             tokens = (_count_nll_tokens(self._config, batch) * weights).sum()

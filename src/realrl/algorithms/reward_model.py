@@ -1,4 +1,7 @@
-"""Reward modelling on pairs, ranked answers or steps: settings, calls and descriptions. No torch."""
+"""Reward modelling on pairs, ranked answers or steps: settings, calls and descriptions.
+
+This module does not import torch.
+"""
 
 from typing import Any
 
@@ -18,7 +21,8 @@ class RewardModels(Models):
     """The model of reward modelling."""
 
     reward: TrainedModelConfig
-    """Starts from a language model or a sequence classifier; becomes a sequence classifier with one label."""
+    """Model that is trained. It starts from a language model or a sequence classifier, and becomes a sequence
+    classifier with one label."""
 
 
 class PairLossConfig(Settings):
@@ -36,7 +40,7 @@ class RankingConfig(Settings):
     """Loss of the scores of ranked answers."""
 
     answers: int = Field(default=4, ge=2, le=MOST_ANSWERS)
-    """Answers of each record, the best first."""
+    """Number of answers in each record, which lists the best answer first."""
     center_rewards_coefficient: NonNegativeFloat = 0.0
     """Weight of the squared sum of the scores of a record, which pulls their mean towards 0."""
 
@@ -56,7 +60,7 @@ class RankedRewardExperiment(Experiment):
 
 
 class ProcessRewardExperiment(Experiment):
-    """Process reward modelling: a score per step of an answer, right or wrong (Lightman et al. 2023)."""
+    """Process reward modelling: a score for each step of an answer, right or wrong (Lightman et al. 2023)."""
 
     models: RewardModels
 
@@ -68,7 +72,7 @@ PAIR_KEYS = (
     Key("margin", "float32", "one"),
     *(Key(f"{name}_score", "float32", "one") for name in PAIR),
 )
-"""`chosen` and `rejected` are whole sequences, prompt included. A pair weighs 1 / `pairs_of_prompt`."""
+"""`chosen` and `rejected` hold prompts with answers. The weight of a pair is 1 / `pairs_of_prompt`."""
 
 _STEPS = ("tokens", "step_ends", "step_labels")
 _STEP_KEYS = (
@@ -77,7 +81,7 @@ _STEP_KEYS = (
     Key("step_labels", "int64", "step_ends"),
     Key("step_scores", "float32", "step_ends"),
 )
-"""`tokens` are a prompt with its answer; `step_ends` are the positions of the last tokens of its steps."""
+"""`tokens` holds a prompt with its answer. `step_ends` holds the position of the last token of each step."""
 
 
 def name_answers(count: int) -> tuple[str, ...]:
@@ -96,7 +100,10 @@ def list_pair_inputs(margins: bool) -> tuple[str, ...]:
 def make_reward_graph(
     keys: tuple[Key, ...], inputs: tuple[str, ...], work: tuple[str, ...], outputs: tuple[str, ...] = ()
 ) -> DataflowGraph:
-    """Make the call that computes `outputs` or, without outputs, trains; it may use `keys`."""
+    """Make a graph with one call, which computes `outputs` or, without outputs, trains.
+
+    `keys`: declarations of all keys. `work`: keys of the token rows that the model runs on.
+    """
     kind = Kind.INFERENCE if outputs else Kind.TRAIN
     return DataflowGraph.using([Call(f"reward.{kind}", "reward", kind, inputs, outputs, work=work)], keys)
 

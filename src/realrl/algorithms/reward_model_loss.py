@@ -30,9 +30,10 @@ from realrl.dataflow.graph import DataflowGraph
 
 
 def bradley_terry_loss(*, chosen: Tensor, rejected: Tensor, margin: Tensor | None = None) -> Tensor:
-    """Compute -log of the probability that `chosen` is preferred, logistic in the difference of scores.
+    """Compute -log of the probability that `chosen` is preferred, which is the sigmoid of the difference of scores.
 
-    Bradley and Terry 1952; Ouyang et al. 2022, equation 1; with a margin Touvron et al. 2023, equation 2.
+    Sources: Bradley and Terry 1952; Ouyang et al. 2022, equation 1; for the margin, Touvron et al. 2023, equation
+    2.
 
     chosen, rejected: [N] scores; margin: [N], subtracted from the difference; result: [N]
     """
@@ -41,10 +42,10 @@ def bradley_terry_loss(*, chosen: Tensor, rejected: Tensor, margin: Tensor | Non
 
 
 def plackett_luce_loss(scores: Tensor) -> Tensor:
-    """Compute -log of the probability of a ranking: each answer is drawn from those that are left.
+    """Compute -log of the probability of a ranking, in which each answer is drawn from the answers that are left.
 
-    -sum over k of s_k - log(exp s_k + ... + exp s_K) (Plackett 1975; Luce 1959; Xia et al. 2008). For two answers
-    it is the Bradley-Terry loss.
+    The loss is -sum over k of (s_k - log(exp s_k + ... + exp s_K)) (Plackett 1975; Luce 1959; Xia et al. 2008). For
+    two answers, it is the Bradley-Terry loss.
 
     scores: [N, K], the best answer first; result: [N]
     """
@@ -53,8 +54,9 @@ def plackett_luce_loss(scores: Tensor) -> Tensor:
 
 
 def step_loss(*, scores: Tensor, right: Tensor) -> Tensor:
-    """Compute -log of the probability of each step's label, logistic in its score (Lightman et al. 2023, section
-    2).
+    """Compute -log of the probability of each step's label (Lightman et al. 2023, section 2).
+
+    The probability that a step is right is the sigmoid of its score.
 
     scores: [A]; right: [A] bool; result: [A]
     """
@@ -62,7 +64,7 @@ def step_loss(*, scores: Tensor, right: Tensor) -> Tensor:
 
 
 class PairMethod(PlainTrain):
-    """Bradley-Terry loss over pairs; each pair weighs 1 / (pairs of its prompt)."""
+    """Bradley-Terry loss over pairs. The weight of each pair is 1 / (number of pairs of its prompt)."""
 
     def __init__(self, config: PairLossConfig | None = None) -> None:
         self._config = config or PairLossConfig()
@@ -101,7 +103,7 @@ class PairMethod(PlainTrain):
         return self._summarize(batch, batch["chosen_score"].values, batch["rejected_score"].values)
 
     def _summarize(self, batch: Batch, chosen: Tensor, rejected: Tensor) -> Metrics:
-        """Compute weighted means over pairs; in `accuracy`, ties count half. chosen, rejected: [N] scores"""
+        """Compute metrics as weighted means over pairs; in `accuracy`, ties count half. chosen, rejected: [N]"""
         metrics, margin = Metrics(), chosen.double() - rejected.double()
         add_pair_means(
             metrics,
@@ -134,10 +136,10 @@ class RankingMethod(PlainTrain):
         return plackett_luce_loss(scores) + self._config.center_rewards_coefficient * scores.sum(1).square()
 
     def _summarize(self, scores: Tensor) -> Metrics:
-        """Compute means over rankings. scores: [N, K]
+        """Compute metrics as means over rankings. scores: [N, K]
 
         `accuracy` is the share of pairs of answers in the right order; ties count half. `margin` is the score of
-        the best answer minus that of the last.
+        the best answer minus the score of the worst.
         """
         metrics, (count, answers) = Metrics(), scores.shape
         differences = scores[:, :, None] - scores[:, None, :]
@@ -165,7 +167,7 @@ class RankingMethod(PlainTrain):
 
 
 class StepMethod(PlainTrain):
-    """Loss over steps; all steps of the global batch weigh the same."""
+    """Loss over steps. All steps of the global batch have the same weight."""
 
     def sequences(self, batch: Batch) -> Ragged:
         return batch["tokens"]
@@ -180,9 +182,9 @@ class StepMethod(PlainTrain):
         return output.values[starts + ends.values].float()
 
     def _summarize(self, batch: Batch, scores: Tensor) -> Metrics:
-        """Compute means over steps. scores: [A]
+        """Compute metrics as means over steps. scores: [A]
 
-        `accuracy` is the share of steps whose score has the right sign; 0 counts half.
+        `accuracy` is the share of steps whose score has the right sign. A score of 0 counts half.
         """
         metrics, right = Metrics(), batch["step_labels"].values != 0
         metrics.mean("loss", step_loss(scores=scores, right=right).double().sum(), len(scores))

@@ -1,4 +1,7 @@
-"""Sampling without training, which `realrl generate` runs: settings, calls and description. No torch."""
+"""Sampling without training, which `realrl generate` runs: settings, calls and description.
+
+This module does not import torch.
+"""
 
 from realrl.algorithms.policy import GENERATE, KEYS
 from realrl.algorithms.rewards.config import (
@@ -28,7 +31,7 @@ class SamplingExperiment(Experiment):
 
     models: SamplingModels
     reward: RewardSetting
-    """Reward of answers. null takes `models.reward`; if that is null too, answers get no scores."""
+    """Reward of answers. null takes `models.reward`. If `models.reward` is null too, answers get no scores."""
     generation: GenerationConfig = GenerationConfig()
 
     @property
@@ -37,7 +40,7 @@ class SamplingExperiment(Experiment):
 
 
 def make_sampling_graph(experiment: SamplingExperiment) -> DataflowGraph:
-    """Sample, and score if there is a reward; its inputs include what its metrics need."""
+    """Make the graph that samples and, if there is a reward, scores. Scoring gets all inputs that metrics need."""
     needed = ("prompt_length", "finished")
     scoring = score_sequences(experiment.reward, needed) if experiment.is_scored else []
     return DataflowGraph.using([GENERATE, *scoring], (*KEYS, *list_score_keys(experiment.reward)))

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: settings, calls and description. No torch."""
+"""Supervised fine-tuning: settings, calls and description. This module does not import torch."""
 
 from realrl.config.lazy import import_later
 from realrl.dataflow.call import Call, Key, Kind
@@ -23,8 +23,8 @@ class SFTExperiment(Experiment):
 
 INPUTS = ("tokens", "loss_mask")
 KEYS = (Key("tokens", "int64"), Key("loss_mask", "int64", "tokens"))
-"""`tokens` are prompts with answers, special tokens included. `loss_mask` is 1 on the tokens to learn, never on the
-first token of a row, which nothing predicts."""
+"""`tokens` holds prompts with answers, special tokens included. `loss_mask` is 1 on the tokens to learn. It is 0 on
+the first token of each row, which nothing predicts."""
 
 
 def train_graph() -> DataflowGraph:
@@ -32,7 +32,7 @@ def train_graph() -> DataflowGraph:
 
 
 def eval_graph() -> DataflowGraph:
-    """Compute `nll`, the negative log-likelihood of each item, summed over the tokens to learn."""
+    """Make the graph that computes `nll`: the negative log-likelihood of each item, summed over tokens to learn."""
     inference = Call("actor.inference", "actor", Kind.INFERENCE, INPUTS, ("nll",), work=("tokens",))
     return DataflowGraph([inference], (*KEYS, Key("nll", "float32", "one")))
 

@@ -11,13 +11,13 @@ from realrl.dataflow.graph import DataflowGraph
 
 
 class SFTMethod(PlainTrain):
-    """Cross-entropy over the tokens to learn; all tokens of the global batch weigh the same."""
+    """Cross-entropy over the tokens to learn. All these tokens of the global batch have the same weight."""
 
     def sequences(self, batch: Batch) -> Ragged:
         return batch["tokens"]
 
     def _nll(self, batch: Batch, output: ModelOutput) -> Tensor:
-        """Compute -log p of each token to learn, and 0 for the others: [T]."""
+        """Compute -log p of each token to learn, and 0 for all other tokens: [T]."""
         assert output.logprobs is not None
         return -output.logprobs.masked_fill(batch["loss_mask"].values == 0, 0)
 
@@ -38,7 +38,7 @@ class SFTMethod(PlainTrain):
         return {"nll": Ragged.scalars(row_sums(nll, rows, len(lengths)).float())}
 
     def metrics(self, batch: Batch) -> Metrics:
-        """Report `loss`, the mean per token to learn. Its exponential is the perplexity."""
+        """Report `loss`, the mean NLL per token to learn. The exponential of `loss` is the perplexity."""
         metrics = Metrics()
         metrics.mean("loss", batch["nll"].values.double().sum(), batch["loss_mask"].values.sum())
         return metrics

@@ -11,7 +11,7 @@ DERIVED: dict[str, Any] = {"derived": True}
 """`json_schema_extra` of a field that other settings determine; users cannot write it."""
 
 PRESENCE: dict[str, Any] = {"presence": True}
-"""`json_schema_extra` of a section with a meaning even if empty; `realrl config` comments it out."""
+"""`json_schema_extra` of a section that has a meaning even if it is empty. `realrl config` comments it out."""
 
 
 class Settings(BaseModel):
@@ -37,9 +37,9 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _keep_defaults(cls, given: Any) -> Any:
-        """Let a section that is given in part keep the rest of its field's default.
+        """Fill in the settings that a given section lacks from the default of the section's field.
 
-        Without this, pydantic would fill the rest with the defaults of the section's class, although two
+        Otherwise pydantic would take these settings from the defaults of the section's class, although two
         algorithms may share the class and differ in their defaults.
         """
         if not isinstance(given, Mapping):
@@ -54,7 +54,7 @@ def _merge_sections(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> di
     for name, default in defaults.items():
         value = given.get(name)
         if isinstance(default, Settings) and isinstance(value, Mapping):
-            # Only fields that the default sets itself: some settings check which fields were set.
+            # Take only fields that the default sets explicitly, because some settings check which fields are set.
             said = {field: getattr(default, field) for field in default.model_fields_set}
             merged[name] = {**said, **value, **_merge_sections(said, value)}
     return merged

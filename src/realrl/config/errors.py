@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 
 class DescriptionError(ValueError):
-    """A contradiction in a description in code: an algorithm, a graph, a family.
+    """A contradiction in code that describes an algorithm, a graph or a model family.
 
-    For a user's code, the error message is the line's place and this text.
+    For a user's code, the error message is the file and line, followed by this text.
     """
 
 
@@ -17,7 +17,7 @@ class UserError(ValueError):
 class UserCodeError(UserError):
     """An error in the user's own code.
 
-    `trace` is its traceback, printed above the message. `alone`: other ranks may not have the error."""
+    `trace`: traceback that is printed above the message. `alone`: whether other ranks may succeed."""
 
     def __init__(self, message: str, trace: str = "", alone: bool = False) -> None:
         super().__init__(message, trace, alone)
@@ -28,12 +28,12 @@ class UserCodeError(UserError):
 
 
 class RunError(RuntimeError):
-    """A run failed without a user's mistake or a bug: a full disk, diverged learning.
+    """Failure of a run that is neither a user's mistake nor a bug, such as a full disk or diverged training.
 
     Its text is the error message; commands exit with status 1.
     """
 
 
 def join(words: Sequence[str], last: str = "and") -> str:
-    """Join words as text: `a`, `a and b`, `a, b and c`; `last` stands before the last one."""
+    """Join words as text: `a`, `a and b`, `a, b and c`. `last`: the text before the last word."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"

@@ -20,7 +20,7 @@ _KEY = "[key]"
 """Last part of pydantic's location if the key itself is wrong."""
 
 CONSEQUENCE = "consequence"
-"""Error type of a field that cannot be read because of another field's error; it is not counted."""
+"""Error type of a field that cannot be read because of another field's error. Such errors are not shown."""
 
 _LONG = 80
 """Maximum characters of a value that an error message repeats."""
@@ -29,7 +29,7 @@ _DEEPEST = 10
 """Maximum depth of an unknown section that suggestions look into."""
 
 _KNOWN = "; known keys are "
-"""Text before the keys of a section, which one message lists once."""
+"""Text before the list of a section's keys. An error message contains each such list only once."""
 
 MOST_MISTAKES = 5
 """Maximum number of mistakes in an error message."""
@@ -40,13 +40,13 @@ class OtherName:
     """A setting's name in other tools."""
 
     targets: tuple[str, ...]
-    """Dotted paths of our settings; the first that exists counts."""
+    """Dotted paths of our settings. The first path that exists in a recipe counts."""
     about: str = ""
-    """Sentence on the difference; without targets, the reason."""
+    """Sentence on the difference from our setting. Without targets, it says why there is no such setting."""
     accepted: bool = False
     """Whether recipes may use the name, because it has the meaning of our setting."""
     values: Mapping[Any, Any] = field(default_factory=dict)
-    """The other tool's values that have other names here."""
+    """Values with other names: value of the other tool -> our value."""
 
 
 _WANTED = {
@@ -71,7 +71,7 @@ _BOUNDS = {
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """Find the most similar of `names`, if any is similar at all."""
+    """Find the entry of `names` that is most similar to `name`; None if no entry is similar."""
     return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)), None)
 
 
@@ -114,7 +114,7 @@ def section_class(field: FieldInfo) -> type[Settings] | None:
 
 
 def find_settings(name: str, base: type[Settings] = Settings) -> type[Settings] | None:
-    """Find the settings class of a name; None if there is none."""
+    """Find the class named `name` among the direct and indirect subclasses of `base`; None if there is none."""
     for cls in base.__subclasses__():
         found = cls if cls.__name__ == name else find_settings(name, cls)
         if found is not None:
@@ -129,9 +129,10 @@ def explain(
     most: int = MOST_MISTAKES,
     other_names: Mapping[str, OtherName] | None = None,
 ) -> str:
-    """Describe up to `most` mistakes, one per line; the first should be fixed first.
+    """Describe up to `most` mistakes, one per line. The first line is the mistake to fix first.
 
-    cls: the validated class. Suggestions come from its fields, and from `other_names`, their names in other tools.
+    cls: the validated class. other_names: names of settings in other tools. Suggestions come from the fields of
+    `cls` and from `other_names`.
     """
     # A misspelt key often also appears as a missing key; only the spelling must be fixed.
     mistakes = [e for e in error.errors() if e["type"] != CONSEQUENCE]
@@ -148,7 +149,7 @@ def explain(
 
 
 def join_mistakes(messages: Sequence[str], *, most: int = MOST_MISTAKES) -> str:
-    """Join messages: a line for each of the first `most`, then the number of the others."""
+    """Join messages: one line for each of the first `most` messages, then the number of remaining messages."""
     others = len(messages) - most
     text = "\n  ".join(messages[:most])
     if others <= 0:
@@ -174,7 +175,7 @@ def _join_path(location: Iterable[int | str]) -> str:
 
 
 def _show_part(part: int | str) -> str:
-    """Format a part of a location: unchanged, unless it is an unreadable key."""
+    """Format a part of a location. Only an unreadable key is changed."""
     text = str(part)
     return text if text.strip() and text.isprintable() and len(text) <= _LONG else brief(part)
 
@@ -227,7 +228,7 @@ def _number(limit: float) -> str:
 def _section(location: tuple[int | str, ...], cls: type[Settings]) -> type[Settings] | None:
     """Find the class that the section at `location` is read into."""
     for part in location:
-        if isinstance(part, int):  # an index into a list, whose class is its items' class
+        if isinstance(part, int):  # an index into a list; `section_class` of a list is the class of its items
             continue
         field = cls.model_fields.get(str(part))
         inner = section_class(field) if field else None
@@ -247,9 +248,9 @@ def _suggest(
 ) -> tuple[str | None, str]:
     """Find the dotted path of the key that the user may have meant, if any, and the text of a suggestion.
 
-    By precedence: another tool's name, a similar key in the same section, a key of that name elsewhere. An
-    unknown section may be another tool's; it is looked up by its first key: `actor_rollout_ref.rollout.n`. The
-    text is empty inside a table with free keys.
+    The order of precedence is: another tool's name, a similar key in the same section, a key with this name
+    elsewhere. An unknown section may belong to another tool, and is looked up together with its first key, as in
+    `actor_rollout_ref.rollout.n`. Inside a table with free keys, the text is empty.
     """
     location, value = error["loc"], error["input"]
     section = _section(location[:-1], cls)
@@ -286,7 +287,7 @@ def translate_name(
 def accept_name(
     path: Sequence[str], place: Sequence[str], cls: type[Settings], other_names: Mapping[str, OtherName]
 ) -> tuple[OtherName, str] | None:
-    """Find the setting that may be written by the last part of `path`, as other tools do; None if there is none."""
+    """Find the setting that recipes may give by another tool's name, the last part of `path`; None if unknown."""
     for other, target in _find_targets(path[-1:], place, cls, other_names):
         return (other, target) if target is not None and other.accepted else None
     return None

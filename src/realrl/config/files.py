@@ -51,7 +51,7 @@ def write_all(file: io.RawIOBase, data: memoryview) -> None:
 
 
 def as_os_error(error: BaseException) -> OSError | None:
-    """Find the operating system's error behind an exception; None if there is none.
+    """Find the operating system's error that caused an exception; None if there is none.
 
     The Rust code of safetensors and tokenizers raises its own exceptions, with the error number in the text.
     """
@@ -87,12 +87,15 @@ def check_file(name: str, path: Path) -> None:
 
 
 def check_directory(name: str, path: Path) -> None:
-    """Check that a directory can be made and written, without a trace. Raises UserError beginning with `name`."""
+    """Check that a directory can be created and written, but leave no file in it.
+
+    Raises UserError beginning with `name`.
+    """
     nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     try:
         if not nearest.is_dir():
             raise NotADirectoryError(None, f"{nearest} is a file")
-        # Permissions mean nothing for root, network file systems and /proc; only a try shows it.
+        # For root, network file systems and /proc, permissions do not show whether a write succeeds; a try does.
         with tempfile.NamedTemporaryFile(dir=nearest):
             pass
     except OSError as error:

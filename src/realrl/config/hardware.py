@@ -1,4 +1,7 @@
-"""Hardware of this machine: fastest matrix products of its processor, GPUs, Triton's compiler. No torch."""
+"""Properties of this machine: the fastest matrix products of its processor, GPUs, and a compiler for Triton.
+
+This module does not import torch.
+"""
 
 import fcntl
 import hashlib
@@ -27,7 +30,7 @@ class ProductChoice:
     onednn: bool = False
     """Whether oneDNN is clearly faster than torch's default."""
     bfloat16: bool = False
-    """Whether rounding operands to bfloat16 is clearly faster than both, as with AMX."""
+    """Whether rounding operands to bfloat16 is clearly faster than any float32 product, as with AMX."""
     packed: bool = False
     """Whether our own kernel with packed weights is clearly faster in decode steps."""
 
@@ -36,7 +39,7 @@ def find_processor_name() -> str:
     """Find the name of this machine's processor, such as `AMD EPYC 7763 64-Core Processor`."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
-    # Some virtual machines hide the name; family and features then distinguish processors.
+    # Some virtual machines hide the name. Family and features then distinguish processors.
     fields = [
         line.partition(":")[2].strip()
         for line in dict.fromkeys(lines)
@@ -48,9 +51,9 @@ def find_processor_name() -> str:
 def choose_products() -> ProductChoice:
     """Find the fastest products of this processor, from an earlier measurement or a new one.
 
-    A measurement takes seconds, mostly for torch's import; other processes wait for it. If the user's cache
-    directory cannot be written, each process measures for itself. If the measurement fails, torch's default is
-    used.
+    A measurement takes seconds, mostly for importing torch. Other processes wait for its result. If the user's
+    cache directory cannot be written, each process measures for itself. If the measurement fails, torch's default
+    is used.
     """
     file = _kept_file()
     kept = _read(file)
@@ -106,7 +109,11 @@ _DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 
 def computes_on_gpus(device: str, cluster: str) -> bool:
-    """Tell whether a recipe's devices are GPUs, by `device`, the cluster's kind, or this machine's drivers."""
+    """Return whether a recipe's devices are GPUs.
+
+    The setting `device` decides or, if it is `auto`, the kind in `cluster`. Without a kind, a recipe uses GPUs if
+    this machine has a GPU driver.
+    """
     if device != "auto":
         return device == "cuda"
     kind, colon, _ = cluster.partition(":")

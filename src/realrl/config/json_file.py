@@ -1,4 +1,4 @@
-"""JSON files of people and other programs, in which repeated keys are errors, and our own JSON lines."""
+"""JSON files of people and other programs, in which repeated keys are errors, and JSON lines that realrl writes."""
 
 import json
 import re
@@ -16,7 +16,7 @@ class RepeatedKeyError(ValueError):
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read the object in a JSON file. Raises UserError with the file's name if there is none."""
+    """Read the object in a JSON file. Raises UserError with the file's name if the file holds no object."""
     try:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError as error:
@@ -58,7 +58,7 @@ def write_readable(file: Path, content: Any) -> None:
 
 
 def read_tail(file: Path, limit: int) -> list[bytes]:
-    """Read the complete lines in the last `limit` bytes of a growing file; none if it cannot be read."""
+    """Read the complete lines in the last `limit` bytes of a growing file. Empty if the file cannot be read."""
     try:
         start = max(0, file.stat().st_size - limit)
         with file.open("rb") as lines:
@@ -83,7 +83,7 @@ def parse_rows(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 def write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write one JSON object per line, atomically. Raises OSError."""
-    # A function may return half a surrogate pair; it becomes an escape, which is valid JSON.
+    # A function may return half a surrogate pair, which becomes an escape in valid JSON.
     with whole_file(file) as partial, partial.open("w", encoding="utf-8", errors="backslashreplace") as lines:
         for row in rows:
             lines.write(json.dumps(replace_infinite(row), ensure_ascii=False) + "\n")
@@ -95,7 +95,7 @@ def replace_infinite(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(value: Any) -> Any:
-    """Convert a value of a record to JSON: infinite numbers become null, dates and similar values text."""
+    """Convert a value of a record to JSON. Infinite numbers become null; dates and similar values become text."""
     if isinstance(value, Mapping):
         return {str(key): to_json(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Imports that wait until something is used, so that importing a description loads no torch."""
+"""Imports that run at the first use of a name, so that importing the description of an algorithm loads no torch."""
 
 import ast
 import inspect

@@ -27,9 +27,9 @@ def local_path(path: str) -> Path:
 
 
 def is_local(path: str) -> bool:
-    """Check whether this can only be a local directory; the hub is not asked then.
+    """Check whether a path can only be a local directory, so that the hub need not be asked.
 
-    Without a network, a request takes most of a minute to fail.
+    Without a network, a request to the hub takes most of a minute to fail.
     """
     local = local_path(path)
     below_a_directory = len(local.parts) == 2 and local.parent.is_dir()
@@ -37,7 +37,7 @@ def is_local(path: str) -> bool:
 
 
 def make_absolute(path: str) -> str:
-    """Make the path of an existing file or directory absolute; any other text, such as a hub name, stays."""
+    """Make the path of an existing file or directory absolute. Other text, such as a hub name, stays unchanged."""
     local = local_path(path)
     return os.path.abspath(local) if os.path.exists(local) else path
 
@@ -50,6 +50,6 @@ def is_yaml(path: str) -> bool:
 # Absolute paths let the config.yaml of a run work from any directory. A setting that may name a file has one of
 # these types, `recipe.sources.SourceList`, `user_code.FunctionReference`, or a validator of its own.
 PathOrName = Annotated[str, AfterValidator(make_absolute)]
-"""Setting with the name of a file, a directory, or something else; an existing path becomes absolute."""
+"""Setting that names a file, a directory, or something else. An existing path becomes absolute."""
 YamlOrName = Annotated[str, AfterValidator(lambda value: make_absolute(value) if is_yaml(value) else value)]
-"""Setting with the name of a YAML file or, for example, a preset; an existing file becomes absolute."""
+"""Setting that names a YAML file or, for example, a preset. The path of an existing file becomes absolute."""

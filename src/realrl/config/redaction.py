@@ -11,9 +11,9 @@ REDACTED = "<redacted>"
 """Replaces a secret."""
 
 _LINE = 20
-"""Minimum characters of a line that is searched for on its own, in values of several lines."""
+"""Minimum characters of a line of a secret with several lines. Such lines are also replaced on their own."""
 _SHORT = 8
-"""Minimum characters of an environment value that is searched for: `1` and `true` are everywhere."""
+"""Minimum characters of an environment value that is replaced. Shorter values such as `1` occur everywhere."""
 
 
 def _split(words: str) -> frozenset[str]:
@@ -28,7 +28,7 @@ _TEXT_TOKENS = _split("begin bos class cls end eos image mask pad sep special st
 _ABOUT = _split("dir directory endpoint env file name path uri url variable")
 """Last words of names that describe a secret but do not contain one."""
 _QUERY = _split("auth code key sig signature")
-"""Parameters of addresses that are secrets, in addition to secret names."""
+"""Parameters of addresses that hold secrets, in addition to parameters with secret names."""
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _USER = re.compile(r"://[^/\s'\"<>]*@")
@@ -61,7 +61,7 @@ def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
 
 
 def redact_code(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Replace secrets in source code, see `redact`; in assignments, only quoted text."""
+    """Replace secrets in source code, see `redact`. In assignments, only quoted text is replaced."""
     for secret in _list_values(tuple(environment.items())):
         text = text.replace(secret, REDACTED)
     text = _USER.sub(f"://{REDACTED}@", text)
@@ -72,7 +72,7 @@ def redact_code(text: str, environment: Mapping[str, str] = os.environ) -> str:
 
 
 def redact_settings(settings: Any, name: str = "", environment: Mapping[str, str] = os.environ) -> Any:
-    """Copy nested settings and replace secrets: those of `redact`, and text under a secret name.
+    """Copy nested settings and replace secrets: the secrets of `redact`, and text under a secret name.
 
     `name` is the name of `settings`. Values of `headers` are names of environment variables, which are not secret.
     """
@@ -86,13 +86,13 @@ def redact_settings(settings: Any, name: str = "", environment: Mapping[str, str
         return {key: again(value, name if within else str(key)) for key, value in settings.items()}
     if isinstance(settings, list | tuple):
         return [again(value, name) for value in settings]
-    # A number may be a password, but not `cost_per_token`.
+    # A number named `password` may be a secret, but a number named `cost_per_token` is not.
     number = isinstance(settings, int) and not isinstance(settings, bool)
     return REDACTED if number and _SECRETS & set(_words(name)) and is_secret_name(name) else settings
 
 
 def is_secret_name(name: str) -> bool:
-    """Tell whether a name belongs to a secret: `api_key`, `HF_TOKEN`, `dbPassword`; not `eos_token`."""
+    """Return whether a name belongs to a secret: `api_key`, `HF_TOKEN`, `dbPassword`; not `eos_token`."""
     words = _words(name)
     if not words or words[-1] in _ABOUT:
         return False
@@ -107,7 +107,7 @@ def _words(name: str) -> list[str]:
 
 
 def has_credentials(address: str) -> bool:
-    """Tell whether an address contains a user, a password or a key."""
+    """Return whether an address contains a user, a password or a key."""
     return redact(address, {}) != address
 
 

@@ -1,4 +1,4 @@
-"""Named built-in algorithms and families, and those that other packages add by entry points. Imported on use."""
+"""Named algorithms and families, built-in or added by other packages through entry points. Imported when used."""
 
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points

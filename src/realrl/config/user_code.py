@@ -84,11 +84,11 @@ class UserCode:
         function: Callable[..., Any] | None = None,
         alone: bool = False,
     ) -> Iterator[None]:
-        """Turn errors of the user's code in the block into a UserCodeError with its line.
+        """Turn errors of the user's code in the block into a UserCodeError with file and line.
 
-        A DescriptionError and wrong values of settings become a UserError with the line instead. `verb`
-        describes the failure, for example `raised`. Errors of the types `passing` stay unchanged. `function` is
-        called by the block and may be defined in another file of the user; `alone` is as in UserCodeError.
+        A DescriptionError and wrong values of settings become a UserError with file and line instead. `verb`
+        describes the failure, for example `raised`. Errors of the types `passing` stay unchanged. `function`: the
+        function that the block calls, which may be in another file of the user. `alone`: see `UserCodeError`.
         """
         defined = None if function is None else find_definition(function)
         files = {self.file, None if defined is None else defined[0]}
@@ -144,14 +144,14 @@ def find_source(reference: str) -> Path | None:
 
 
 def _describe_mistake(error: BaseException) -> str | None:
-    """Describe a wrong use of this package by the user's code; None for any other error."""
+    """Describe an error that comes from wrong use of this package by the user's code; None for any other error."""
     if isinstance(error, ValidationError) and (cls := find_settings(error.title)) is not None:
         return f"{error.title}: {explain(error, cls)}"
     return str(error) if isinstance(error, DescriptionError) else None
 
 
 def _read_message(error: BaseException) -> str:
-    """Return the text of an exception; empty if its class fails to produce it."""
+    """Return the text of an exception. It is empty if the exception's class cannot produce a text."""
     try:
         return str(error)
     except Exception:  # a user's class may raise anything
@@ -159,9 +159,10 @@ def _read_message(error: BaseException) -> str:
 
 
 def _may_be_signal(error: BaseException) -> bool:
-    """Tell whether an exception may come from a signal handler, such as Ctrl-C's.
+    """Return whether an exception may come from a signal handler, such as Ctrl-C's.
 
-    Python calls handlers in the main thread only. Its own handler raises KeyboardInterrupt; ours raise other types.
+    Python calls handlers only in the main thread. Python's own handler raises KeyboardInterrupt; ours raise other
+    types.
     """
     if threading.current_thread() is not threading.main_thread():
         return False
@@ -183,7 +184,7 @@ def _is_module(name: str) -> bool:
 
 
 class UserFunction:
-    """A user's function, which a setting names; it is called and its results are checked."""
+    """A user's function that a setting names. Its results are checked after each call."""
 
     def __init__(self, setting: str, reference: str, *, awaits: bool = False) -> None:
         """`reference` is `FILE.py:FUNCTION` or `package.module:FUNCTION`.
@@ -205,7 +206,7 @@ class UserFunction:
             raise UserError(f"{self.label} is async; write a plain function")
         self._function = function
         self.has_signature, self._parameters = True, dict[str, inspect.Parameter]()
-        """Whether Python knows its arguments, which it does not for some functions written in C."""
+        """Whether Python knows the function's arguments. For some functions written in C, it does not."""
         try:
             self._parameters = dict(inspect.signature(function).parameters)
         except (TypeError, ValueError):
@@ -219,32 +220,32 @@ class UserFunction:
 
     @property
     def positional(self) -> tuple[str, ...]:
-        """Arguments that cannot be given by name and must be given."""
+        """Required arguments that cannot be given by name."""
         parameters = self._parameters.items()
         return tuple(n for n, p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty)
 
     @property
     def first(self) -> str | None:
-        """Argument that the first value without a name goes to; None if there is none, or Python does not know."""
+        """Argument that receives the first value without a name; None if there is none, or if it is unknown."""
         kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
         return next((name for name, p in self._parameters.items() if p.kind not in kinds), None)
 
     def names(self, name: str) -> bool:
-        """Tell whether it lists an argument of that name that can be given by name."""
+        """Return whether the function has an argument with this name that can be given by name."""
         parameter = self._parameters.get(name)
         return parameter is not None and parameter.kind not in (*_COLLECTING, parameter.POSITIONAL_ONLY)
 
     def accepts(self, name: str) -> bool:
-        """Tell whether it can be given an argument of that name."""
+        """Return whether the function takes an argument with this name."""
         if name in self._parameters and self._parameters[name].kind not in _COLLECTING:
             return True
         takes_any = any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
         return takes_any or not self.has_signature
 
     def state_dict(self) -> Any:
-        """Return its state if it is an object with `state_dict` and `load_state_dict`; None otherwise.
+        """Return the state of an object with `state_dict` and `load_state_dict`; None for a plain function.
 
-        Raises UserCodeError if that raises, or returns anything except JSON values.
+        Raises UserCodeError if `state_dict` raises, or returns anything except JSON values.
         """
         functions = ("state_dict", "load_state_dict")
         if not all(callable(getattr(self._function, name, None)) for name in functions):
@@ -260,14 +261,14 @@ class UserFunction:
         return state
 
     def load_state_dict(self, state: Any) -> None:
-        """Load a state of `state_dict`. Raises UserCodeError if that raises."""
+        """Load a state from `state_dict`. Raises UserCodeError if the object's `load_state_dict` raises."""
         with self._code.errors("raised in load_state_dict:"):
             self._function.load_state_dict(state)
 
     def numbers(self, count: int, *arguments: Any, **named: Any) -> list[float]:
-        """Call it for `count` completions. Returns a finite number for each.
+        """Call the function for `count` completions. Returns one finite number for each completion.
 
-        Raises UserCodeError if it raises, or returns anything else."""
+        Raises UserCodeError if the function raises, or returns anything else."""
         numbers = []
         for value in self.values(count, *arguments, **named):
             number = read_number(value)
@@ -277,10 +278,10 @@ class UserFunction:
         return numbers
 
     def values(self, count: int, *arguments: Any, **named: Any) -> list[Any]:
-        """Call it for `count` completions. Returns a value of any type for each.
+        """Call the function for `count` completions. Returns one value of any type for each completion.
 
-        An async function runs in its own event loop. Raises UserCodeError if it raises, or returns another
-        number of values."""
+        An async function runs in its own event loop. Raises UserCodeError if the function raises, or returns
+        another number of values."""
         with self._code.errors("raised"):
             given = self._function(*arguments, **named)
             if inspect.isawaitable(given):
@@ -310,7 +311,7 @@ async def _wait(given: Awaitable[Any]) -> Any:
 
 
 def _length(given: Any, counted: int) -> int:
-    """Return the number of values, or `counted` if there is no length."""
+    """Return the length of `given`, or `counted` if it has no length."""
     try:
         return len(given)
     except Exception:  # a user's class may raise anything
@@ -318,7 +319,7 @@ def _length(given: Any, counted: int) -> int:
 
 
 def read_number(value: Any) -> float | None:
-    """Read a value as a number; None unless it is finite."""
+    """Convert a value to a number; None if it is not a finite number."""
     try:
         # float() would also accept text.
         number = math.nan if isinstance(value, str | bytes) else float(value)
@@ -371,11 +372,11 @@ def _resolve_field(reference: str, info: ValidationInfo) -> str:
 
 
 FunctionReference = Annotated[str, AfterValidator(_resolve_field)]
-"""Setting with a user's function; the path of its file becomes absolute."""
+"""Setting that names a user's function. The path of the function's file becomes absolute."""
 
 
 def _is_vector(given: Any) -> bool:
-    """Check whether a value is a collection: a list, a vector, a generator; not text or a number."""
+    """Check whether a value is a collection, such as a list, a vector or a generator, but not text."""
     if isinstance(given, str | bytes) or getattr(given, "ndim", 1) == 0:
         return False
     return hasattr(given, "__iter__")

@@ -16,7 +16,7 @@ _UNITS = {
 }
 
 _TOO_MANY = 2**60
-"""More bytes than any machine has; arithmetic below is exact."""
+"""Sizes in bytes must be below this number, which no machine reaches."""
 
 
 def parse_bytes(text: str) -> int:

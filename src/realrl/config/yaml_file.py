@@ -10,7 +10,7 @@ from realrl.config.files import reason_of
 from realrl.config.paths import local_path
 
 _MOST = 10**20
-"""Largest integer: larger ones are mistakes, and overflow outside Python."""
+"""Largest accepted integer. Larger integers are mistakes, and overflow outside Python."""
 
 _DEEPEST = 100
 """Maximum nesting of lists and sections; recipes need about five."""
@@ -19,7 +19,7 @@ _DEEPEST = 100
 class _Loader(yaml.SafeLoader):
     """Safe loader that rejects repeated keys, huge numbers, and characters that no file can have."""
 
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (own ones, below)
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (filled below)
     _depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -86,7 +86,7 @@ def dump_yaml(value: Any) -> str:
 
 
 def read_yaml(path: str) -> Any:
-    """Read a YAML file; `~` is the home. Raises UserError with the file and the line of a syntax error."""
+    """Read a YAML file; `~` is the home directory. Raises UserError with the file and line of a syntax error."""
     try:
         text = local_path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -99,7 +99,7 @@ def read_yaml(path: str) -> Any:
 
 
 def parse_yaml(text: str, where: str, *, multiline: bool = False) -> Any:
-    """Parse YAML text. Raises UserError beginning with `where`, with the line if `multiline`."""
+    """Parse YAML text. Raises UserError that begins with `where` and, if `multiline`, names the line."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:

@@ -1,7 +1,7 @@
 """Assignment of items to data-parallel ranks, mini-batches and micro-batches.
 
-All functions are pure functions of token counts, so every rank computes the same assignment by itself. Items are
-positions in `costs`; a cost is a number of tokens, never negative.
+All functions are pure functions of token counts, so every rank computes the same assignment by itself. An item is
+named by its position in `costs`. A cost is a number of tokens, never negative.
 """
 
 import heapq
@@ -11,10 +11,11 @@ import numpy as np
 
 
 def partition(costs: Sequence[int], parts: int) -> list[list[int]]:
-    """Split items into `parts` of nearly equal cost; positions ascend within a part.
+    """Split items into `parts` of nearly equal cost. Positions ascend within a part.
 
-    Longest first, each item goes to the emptiest part (Graham 1969, "Bounds on multiprocessing timing
-    anomalies"). With at least `parts` items, no part is empty. Raises ValueError for parts < 1.
+    Items are taken longest first, and each goes to the cheapest part so far (Graham 1969, "Bounds on
+    multiprocessing timing anomalies"). With at least `parts` items, no part is empty. Raises ValueError if `parts`
+    is below 1.
     """
     if parts < 1:
         raise ValueError(f"cannot split into {parts} parts")
@@ -28,11 +29,12 @@ def partition(costs: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def partition_samples(costs: Sequence[int], samples: int, parts: int) -> list[list[int]]:
-    """Split items into `parts` by whole prompts; items i * samples to (i + 1) * samples - 1 share a prompt.
+    """Split items into `parts` by whole prompts. Items i * samples to (i + 1) * samples - 1 share a prompt.
 
-    Every part gets the same number of prompts: longest first, each to the cheapest part with room. The
-    remaining, shortest prompts are cut into runs of samples. Numbers of items therefore differ by at most one;
-    that matters most, because generated lengths are unknown. With fewer items than parts, some parts are empty.
+    Every part gets the same number of whole prompts. Prompts are taken longest first, and each goes to the cheapest
+    part with room. The remaining, shortest prompts are cut into runs of samples. So the numbers of items of two
+    parts differ by at most one, which matters most because generated lengths are unknown. With fewer items than
+    parts, some parts are empty.
     """
     prompts = [range(i, min(i + samples, len(costs))) for i in range(0, len(costs), samples)]
     prompts.sort(key=lambda items: (-len(items), -sum(costs[i] for i in items)))
@@ -53,7 +55,7 @@ def partition_samples(costs: Sequence[int], samples: int, parts: int) -> list[li
 
 
 def minibatch_slices(n: int, minibatches: int) -> list[range]:
-    """Divide positions 0..n-1 into consecutive mini-batches whose sizes differ by at most one."""
+    """Divide the positions 0 to n - 1 into consecutive mini-batches whose sizes differ by at most one."""
     return [range(n * i // minibatches, n * (i + 1) // minibatches) for i in range(minibatches)]
 
 
@@ -73,11 +75,11 @@ def assign(costs: Sequence[int], *, minibatches: int, dp: int) -> list[list[list
 
 
 def micro_batches(costs: Sequence[int], budget: int) -> list[list[int]]:
-    """Pack items into groups of at most `budget` tokens; positions ascend within a group.
+    """Pack items into groups of at most `budget` tokens. Positions ascend within a group.
 
-    Longest first, each item goes into the youngest group with room. Groups then hold items of similar length
-    (attention pads within length buckets), and short items fill gaps before a new group is opened. An item
-    above the budget is alone. Raises ValueError for budget < 1.
+    Items are taken longest first, and each goes into the youngest group with room. Groups then hold items of
+    similar length (attention pads within length buckets), and short items fill gaps before a new group is opened.
+    An item above the budget gets a group of its own. Raises ValueError for budget < 1.
     """
     if budget < 1:
         raise ValueError(f"a budget of {budget} tokens holds nothing")
@@ -97,8 +99,8 @@ def micro_batches(costs: Sequence[int], budget: int) -> list[list[int]]:
 def even_micro_batches(costs: Sequence[int], budget: int, *, stages: int, per_stage: int) -> list[list[int]]:
     """Pack items into micro-batches of nearly equal size, for a pipeline.
 
-    Their number is at least that of the budget and `per_stage` * `stages`, and a multiple of `stages`. It is lower
-    with few items, or if one long item determines the size anyway.
+    Their number is a multiple of `stages`. It is at least `per_stage` * `stages`, and at least the number of
+    `micro_batches` with this budget. It is lower if there are few items, or if one long item determines the size.
     """
     if not any(costs):
         return micro_batches(costs, budget)

@@ -1,4 +1,4 @@
-"""Batches of variable-length rows: no padding anywhere."""
+"""Batches of variable-length rows without padding."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ KEY_DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
-"""Types of the values of keys, by their names in `Key`."""
+"""Types of the values of keys: name in `Key.dtype` -> torch type."""
 
 
 _ALIGNMENT = 16
@@ -45,9 +45,9 @@ def copy_numbers(numbers: Sequence[int], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Jagged rows: of different lengths, stored back to back.
+    """Rows of different lengths, stored back to back.
 
-    values: [sum(lengths)], or [sum(lengths), width] with several numbers at each position.
+    values: [sum(lengths)], or [sum(lengths), width] if each position has several numbers.
     """
 
     values: Tensor
@@ -85,7 +85,7 @@ class Ragged:
 
     @classmethod
     def of(cls, rows: Iterable[Tensor | Sequence[float]], *, dtype: torch.dtype | None = None) -> "Ragged":
-        """Concatenate rows; `dtype` is required without rows."""
+        """Concatenate rows. `dtype` is required if there are no rows."""
         tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
         values = torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype)
         return cls(values, tuple(len(t) for t in tensors))
@@ -101,9 +101,9 @@ class Ragged:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Items of one step with their known keys.
+    """Items of one step. `fields` maps each key that is known so far to one row per item.
 
-    `ids[i]` is the item's position in the step's global batch; every field has one row per item.
+    `ids[i]` is the position of item i in the step's global batch.
     """
 
     ids: tuple[int, ...]
@@ -137,7 +137,7 @@ class Batch:
 
 
 def _move(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Move tensors to a device; host tensors share one copy."""
+    """Move tensors to a device. Tensors in host memory share one copy."""
     host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
     moved = iter(copy_to_device(host, device))
     return [next(moved) if tensor.device.type == "cpu" else tensor.to(device) for tensor in tensors]

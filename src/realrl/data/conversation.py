@@ -35,7 +35,7 @@ class Turn:
     start: int
     """First character of the assistant's text."""
     content: int
-    """End of its content; `start` if the template rewrites the content.
+    """End of the answer's content; `start` if the template rewrites the content.
     
     The content may itself contain the text of an end-of-sequence token."""
     stop: int
@@ -74,13 +74,14 @@ class ChatTemplate:
     def write_conversation(
         self, messages: list[Message], train_on: Literal["all", "last"], *, after: int = 1
     ) -> list[Conversation]:
-        """Write a conversation to train on its last assistant turn, or on each one after the first `after` turns.
+        """Write a conversation for training.
 
-        Turns with `weight` 0 are not trained on.
+        Training is on the last assistant turn, or on all assistant turns after the first `after` turns. Turns with
+        `weight` 0 are not trained on.
 
         If the template writes every turn independently of later turns, the result is one conversation. Otherwise
-        there is a conversation per turn: the prompt of generation, and its answer. Raises BadRecordError without a
-        turn to train on, or if an answer cannot be separated from its prompt.
+        each turn to train on becomes a conversation, which consists of the prompt of generation and the answer.
+        Raises BadRecordError if there is no turn to train on, or if an answer cannot be separated from its prompt.
         """
         if len(messages) == 1:
             raise BadRecordError(
@@ -103,10 +104,10 @@ class ChatTemplate:
         return written
 
     def write_side(self, messages: list[Message], after: int) -> Conversation:
-        """Write one side of a pair: the first `after` turns are the prompt, the rest is the answer.
+        """Write one side of a pair. The first `after` turns are the prompt, and all later turns are the answer.
 
-        Raises BadRecordError if the template writes an answer differently when other turns follow: then no single
-        sequence has the text of generation.
+        Raises BadRecordError if the template writes an answer differently when other turns follow, because then no
+        single sequence has the text of generation.
         """
         last = self._write_answer(messages)
         if len(messages) == after + 1:
@@ -182,8 +183,8 @@ def _find_answer(prompt: str, opening: str, written: str, asked: str, message: M
     """Find the text of generation after `prompt`, if the whole conversation `written` does not begin with it.
 
     The template may write earlier turns differently when the answer follows. It may also end a prompt with more
-    text than it writes before an answer: `<think>`, or an empty block of reasoning. `opening` is its text
-    before an answer, `asked` the turn before.
+    text than it writes before an answer: `<think>`, or an empty block of reasoning. `opening`: what the template
+    adds to the earlier turns to open an answer. `asked`: content of the turn before the answer.
     """
     content = message.get("content", "").strip().rpartition("</think>")[2].strip()
     ends = written.rfind(content) if content in written else len(written)
@@ -214,8 +215,8 @@ def _count_alike(a: str, b: str) -> int:
 def _follow_reasoning(answer: str, tag: str, closed: bool, message: Message) -> str:
     """Write an answer after a prompt that ends with `<tag>`, or, if `closed`, with an empty block of reasoning.
 
-    The template may have dropped the reasoning from `answer`; many do so in earlier turns. An answer without
-    reasoning closes its block at once.
+    The template may have dropped the reasoning from `answer`, as many templates do in earlier turns. An answer
+    without reasoning begins by closing the block.
     """
     opener, closer = f"<{tag}>", f"</{tag}>"
     if closed:
@@ -242,7 +243,7 @@ def _choose_arguments(render: Callable[[list[Message]], str], messages: list[Mes
     try:
         text = render(messages)
     except TypeError:
-        # It may add them to other text.
+        # The template may append the arguments to text, which fails for objects.
         if not found:
             raise
         return render(write_arguments(messages))
@@ -254,5 +255,5 @@ def _choose_arguments(render: Callable[[list[Message]], str], messages: list[Mes
         other = render(write_arguments(messages))
     except Exception:  # the template needs objects
         return text
-    # A message may quote that form, which then stays.
+    # If only a message quotes this form, the count does not change, and the first text is right.
     return other if any(other.count(form) < text.count(form) for form in forms) else text

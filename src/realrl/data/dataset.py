@@ -58,19 +58,19 @@ class SourceCount:
 
     path: str
     weight: float
-    """Passes over its items in an epoch."""
+    """Number of passes over the source's items in an epoch."""
     items: int
     """Number of used items."""
     skipped: int
     """Number of skipped records, or pairs of a record."""
     too_long: int
-    """Number of skipped ones that are too long."""
+    """Number of skipped records that are too long."""
     reasons: tuple[str, ...]
-    """Reasons for the first few skipped ones, as FILE:LINE: message."""
+    """Reasons for the first few skipped records, as FILE:LINE: message."""
 
 
 Watch = Callable[[int, str, Sequence[Row]], None]
-"""Called with the number of the source, origin (FILE:LINE) and rows of each used item."""
+"""Function that is called for each used item with the number of its source, its origin (FILE:LINE) and rows."""
 
 
 class Dataset:
@@ -87,13 +87,13 @@ class Dataset:
         origins: Origins | None = None,
         template: int = 0,
     ) -> None:
-        """`fields`: rows per key, equally many for each. `longest_mismatched`: most tokens of the rows of the key
-        `mismatched`, None where batches do not have it. `template`: checksum of the chat template and arguments.
-        The rest: see attributes."""
+        """`fields`: rows by key; all keys have the same number of rows. `longest_mismatched`: maximum tokens of a
+        row of the key `mismatched`; None if batches do not have this key. `template`: checksum of the chat template
+        and its arguments. For the other arguments, see the attributes."""
         self._fields = fields
         self._longest_mismatched = longest_mismatched
         self.further = dict(further or {})
-        """Extra columns on this rank: name -> a value per item, None if its record lacks the field."""
+        """Extra columns on this rank: name -> one value per item, None if the item's record lacks the field."""
         self.sources = tuple(sources)
         """Counts of each source, in order."""
         self._origins = origins or Origins()
@@ -118,7 +118,7 @@ class Dataset:
         return tuple(reason for source in self.sources for reason in source.reasons)
 
     def identify(self) -> dict[str, int]:
-        """Identify the items and their order: their number, and checksums of rows and chat template."""
+        """Identify the items and their order by the number of items, and by checksums of rows and chat template."""
         checksum = 0
         for key in sorted(self._fields):
             rows = self._fields[key]
@@ -173,10 +173,10 @@ class Dataset:
     ) -> "Dataset":
         """Read and tokenise `source` (see `list_sources`), records of `form`, into the rows that `keys` name.
 
-        `stop_token_ids` end a sequence; there is at least one. `keep` decides which extra columns are kept;
-        `watch` is called with each item; `read` reads a source. Raises UserError if a source cannot be used or
-        has no usable record, and at the first malformed or too long record under `config.on_error=fail` and
-        `config.on_too_long=fail`.
+        `stop_token_ids`: at least one id that ends a sequence. `keep` decides which extra columns are kept. `watch`
+        is called for each item. `read` reads the records of a source. Raises UserError if a source cannot be used
+        or has no usable record. With `config.on_error=fail` or `config.on_too_long=fail`, the first malformed or
+        too long record also raises UserError.
         """
         columns, counts = _Columns(keys), []
         reader = ItemReader(form, keys, tokenizer, config, seed, stop_token_ids, keep, read)
@@ -199,14 +199,14 @@ class Dataset:
 
 
 class _Columns:
-    """Rows of every source key, extra columns and origins; grows while records are read."""
+    """Rows of every source key, extra columns and origins. `add` appends one item."""
 
     def __init__(self, keys: tuple[str, ...]) -> None:
         self.records = array("q")
         """Number of each item's record."""
         self.origins = Origins()
         self.further: dict[str, list[Any]] = {}
-        """Extra columns: a value per item, None if its record lacks the field.
+        """Extra columns: name -> one value per item, None if the item's record lacks the field.
 
         Items of one record share references, and no record is kept as a whole."""
         self._weighted = "pairs_of_prompt" in keys
@@ -262,10 +262,10 @@ def _count(source: RecordSource, items: int, rejects: Rejects) -> SourceCount:
 
 
 def mismatch_completions(tokens: Ragged, prompt_length: Ragged, longest: int) -> Ragged:
-    """Join each prompt with the previous item's completion; the first prompt takes the last completion.
+    """Join each prompt with the previous item's completion, and the first prompt with the last completion.
 
-    KTO estimates its divergence from these rows. They depend on the step alone, not on the placement of its items
-    (Ethayarajh et al. 2024, section 4.1). Rows are cut off at `longest` tokens.
+    KTO estimates its divergence from these rows (Ethayarajh et al. 2024, section 4.1). The rows depend only on the
+    items of the step, not on which rank has an item. Rows are cut off at `longest` tokens.
     """
     starts = prompt_length.values.tolist()
     prompts = [row[:start] for row, start in zip(tokens.rows(), starts, strict=True)]

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 FieldFilter = Callable[[str], bool]
-"""Tells whether a column is kept."""
+"""Function that returns whether a column is kept."""
 
 NumberRows = Mapping[str, Sequence[float]]
-"""Row of an item by key."""
+"""Rows of numbers of one item, by key."""
 
 FLOATS = ("margin", "ref_chosen_logps", "ref_rejected_logps")
-"""Keys with a float per item; the record's field has the key's name."""
+"""Keys with one float per item, which is in the record's field of the same name."""
 
 
 def read_numbers(
@@ -69,14 +69,14 @@ def _float(record: Mapping[str, Any], field: str, form: str) -> float:
 def _label(value: Any, field: str) -> int:
     if isinstance(value, bool) or value in (0, 1):
         return int(value)
-    texts = {"true": 1, "false": 0, "1": 1, "0": 0}  # pandas writes such tables of text
+    texts = {"true": 1, "false": 0, "1": 1, "0": 0}  # tables from pandas may hold such text
     if isinstance(value, str) and value.lower() in texts:
         return texts[value.lower()]
     raise BadRecordError(f"field {field!r} must be true or false, or 1 or 0, not {value!r}")
 
 
 CHUNK = 4096
-"""Items tokenised at a time: enough to keep the tokenizer's threads busy, few enough to stay small."""
+"""Number of items tokenised at a time: enough to keep the tokenizer's threads busy, but with little memory."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -84,15 +84,15 @@ class DataItem:
     """Item of a data set."""
 
     origin: str
-    """Origin of its record, FILE:LINE."""
+    """Origin of the item's record, FILE:LINE."""
     record: int
-    """Number of its record among those of all sources."""
+    """Number of the item's record among the records of all sources."""
     plain: bool
-    """Whether the record is plain text, no conversation."""
+    """Whether the record is plain text, not a conversation."""
     further: Mapping[str, Any]
-    """Fields of the record that no key is made of and that are kept."""
+    """Kept fields of the record that no key is made from."""
     numbers: NumberRows
-    """Numbers that the record holds as they are, by key."""
+    """Rows of numbers that come directly from the record, by key."""
     texts: Item
     """Texts to tokenise."""
     rows: Sequence[Row] = ()
@@ -100,7 +100,7 @@ class DataItem:
 
 
 class ItemReader:
-    """Reader of the items of sources, one source after the other. Arguments as of `Dataset.load`."""
+    """Reader of the items of sources, one source after the other. For the arguments, see `Dataset.load`."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class ItemReader:
         self._number = 0
 
     def read(self, source: str, rejects: Rejects) -> Iterator[DataItem]:
-        """Yield the items of a source that can be used; others go to `rejects`."""
+        """Yield the usable items of a source. Other items go to `rejects`."""
         items = self._read_texts(source, rejects)
         while chunk := list(islice(items, CHUNK)):
             texts = [text for item in chunk for text in item.texts]
@@ -168,9 +168,10 @@ class ItemReader:
                 self._notes.see(what, item.origin)
 
     def _cuts(self, item: DataItem) -> bool:
-        """Check whether an item that is too long is cut.
+        """Check whether an item is cut if it is too long.
 
-        Steps have a label each, and log-probabilities of a reference are those of all tokens.
+        Answers in steps are not cut, because each step has a label. Items with log-probabilities of a reference are
+        not cut, because these log-probabilities belong to all tokens.
         """
         whole = self._form == "steps" or any(name.startswith("ref_") for name in item.numbers)
         return self._config.on_too_long in ("keep_start", "keep_end") and not whole
@@ -207,7 +208,7 @@ class ItemReader:
         return rename_fields(record, self._config.columns)
 
     def notes(self, sources: str) -> list[str]:
-        """List the notes on what was read so far of `sources`, as they are called in messages."""
+        """List the notes on all records that were read so far. `sources`: name of the sources in messages."""
         absent = [
             f"data.columns: no record of {sources} has a field {name!r}" for name in sorted(self._absent)
         ]
@@ -221,9 +222,9 @@ class _Notes:
         self._tokenizer, self._config = tokenizer, config
         self._counts: Counter[str] = Counter()
         self._first: dict[str, str] = {}
-        """Origin of the first record of each kind."""
+        """Origin of the first record that each kind of note is about."""
         self.parts = 0
-        """Sequences that came from conversations with several."""
+        """Number of sequences from conversations that became several sequences."""
 
     def see(self, what: str, origin: str) -> None:
         self._counts[what] += 1
@@ -258,6 +259,6 @@ class _Notes:
 
 
 def _is_blank(item: DataItem) -> bool:
-    """Check whether a prompt says nothing: text without a word, or a last turn without one."""
+    """Check whether a prompt is only white space. In a conversation, the last turn of the prompt counts."""
     (text,) = item.texts
     return not (text.last if isinstance(text, Conversation) else text.prompt).strip()

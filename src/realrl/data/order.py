@@ -9,11 +9,11 @@ from realrl.config.errors import UserError
 
 
 class Order:
-    """Order of items in training: consecutive epochs, cut into batches. A function of the seed and the step.
+    """Order of items in training: consecutive epochs, cut into batches. It depends only on the seed and the step.
 
-    An epoch is a permutation of the data set. If sources have weights, it is a permutation of draws: round(w *
-    n), at least 1, from a source with n items and weight w. Draws walk through permutations of the source
-    across epochs, so the numbers of draws of its items differ by at most one.
+    An epoch is a permutation of the data set. If sources have weights, an epoch is a permutation of draws. From a
+    source with n items and weight w, there are round(w * n) draws, but at least one. Draws walk through
+    permutations of the source across epochs, so the numbers of draws of its items differ by at most one.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Order:
         return self.take(step * self.batch, self.batch)
 
     def take(self, first: int, count: int) -> list[int]:
-        """List `count` items, at most an epoch, after the `first` items of all epochs."""
+        """List the `count` items that follow the first `first` items of all epochs; `count` is at most an epoch."""
         epoch, offset = divmod(first, self.size)
         head = self._epoch(epoch)[offset : offset + count]
         rest = count - len(head)
@@ -74,12 +74,12 @@ class Order:
         return np.concatenate(drawn)[order]
 
     def _draw(self, source: int, epoch: int) -> np.ndarray:
-        """Draw the items of a source for an epoch; items are numbered within the source."""
+        """Draw the items of a source for an epoch. The result has item numbers within the source."""
         items, _ = self._sources[source]
         count = count_drawn(self._sources[source])
         first = epoch * count
         passes = range(first // items, (first + count - 1) // items + 1)
-        # Streams of sources are above all streams of epochs.
+        # Numbers of sources' streams start at 2**40, so that no epoch has the same stream.
         walked = [
             permute(items, seed=self.seed, stream=(source + 1 << 40) + number)
             if self.shuffle
@@ -97,19 +97,19 @@ def count_drawn(source: tuple[int, float]) -> int:
 
 
 def split_eval_batches(size: int, batch: int) -> list[list[int]]:
-    """Divide items 0..size-1, in order, into the fewest batches of at most `batch`, of nearly equal size.
+    """Divide the items 0 to size - 1, in order, into as few batches as possible, of at most `batch` items each.
 
-    Equal, because a last batch of one or two items could not be split over the ranks.
+    The batches have nearly equal sizes, because a last batch of one or two items could not be split over the ranks.
     """
     count = -(-size // batch)
     return [list(range(size * i // count, size * (i + 1) // count)) for i in range(count)]
 
 
 def permute(size: int, *, seed: int, stream: int) -> np.ndarray:
-    """Permute 0..size-1. int64 [size]. Streams of one seed are independent of each other.
+    """Permute the numbers 0 to size - 1. -> int64 [size]. Streams of one seed are independent of each other.
 
-    The result is equal on every rank and for every version of numpy: numpy guarantees the raw output of a bit
-    generator, but not the results of `Generator`.
+    The result is equal on every rank and for every version of numpy, because numpy guarantees the raw output of a
+    bit generator. It does not guarantee the results of `Generator`.
     """
     key = np.array([seed % 2**64, stream], dtype=np.uint64)
     keys = np.random.Philox(key=key).random_raw(size)

@@ -20,7 +20,7 @@ Record = tuple[str, dict[str, Any]]
 
 COMPRESSED = (".gz", ".zst")
 LARGEST_LINE = 256 << 20
-"""Maximum bytes of an unpacked line: a small file may contain a line larger than memory."""
+"""Maximum bytes of an unpacked line. A small packed file may contain a line larger than memory."""
 LARGEST_ARRAY = 8 << 30
 """Maximum bytes of an unpacked .json file, which is read whole."""
 
@@ -28,7 +28,7 @@ LARGEST_ARRAY = 8 << 30
 def find_ending(path: str) -> str | None:
     """Find the ending that determines a file's format, in lower case, such as `.jsonl`; None if unknown.
 
-    The ending of a compression may follow it. Only text files may be compressed.
+    `.gz` or `.zst` may follow this ending. Only text files may be compressed.
     """
     suffixes = [suffix.lower() for suffix in Path(path).suffixes]
     packed = bool(suffixes) and suffixes[-1] in COMPRESSED
@@ -63,7 +63,7 @@ def _read_json_lines(file: str, rejects: Rejects) -> Iterator[Record]:
 
 
 def _read_json(file: str, rejects: Rejects) -> Iterator[Record]:
-    """Decode an array of objects one by one, so that their lines are known; JSON lines are accepted too."""
+    """Decode the objects of an array one by one, so that their lines are known. JSON lines are accepted too."""
     with _opened(file) as binary:
         try:
             content = binary.read(LARGEST_ARRAY + 1)
@@ -99,7 +99,7 @@ def _read_json(file: str, rejects: Rejects) -> Iterator[Record]:
 
 
 def _decode(text: str, position: int) -> tuple[Any, int, str | None]:
-    """Decode the JSON value at `position`. Returns the value, its end, and the reason if it is unusable."""
+    """Decode the JSON value at `position`. Returns the value, its end, and the reason if the value is unusable."""
     try:
         value, end = json.JSONDecoder(object_pairs_hook=unique_keys).raw_decode(text, position)
         return value, end, None
@@ -208,7 +208,7 @@ def _lines(file: str, lines: Any) -> Iterator[Any]:
 
 @contextmanager
 def _opened(file: str) -> Iterator[Any]:
-    """Open a file for reading and unpack it. Raises UserError on any failure, also while reading."""
+    """Open a file for reading and unpack it. Raises UserError on any failure in the block, such as a read error."""
     try:
         with _open(file) as binary:
             yield binary

@@ -1,4 +1,4 @@
-"""Forms of records, and the texts of one item that each form becomes.
+"""Forms of records, and conversion of records of each form to texts of items.
 
     {prompt, answer}                          fine-tuning; the answer is text or messages
     {messages}                                fine-tuning on assistant turns; or a prompt
@@ -9,15 +9,17 @@
     {prompt, completions, labels}             answer in steps, each right (true) or wrong
     {prompt}                                  prompt to generate from
 
-`prompt`, `chosen` and `rejected` are text, or lists of {role, content} messages. A record in which one of them
-is a list is a conversation: it is written with the tokenizer's chat template, a text `prompt` in it is the user
-turn, and a text answer the assistant turn. Chosen and rejected messages are either the turns that follow
-`prompt` or, when they do not begin with an assistant turn, whole conversations. All other text is used as it
-stands, unless `data.apply_chat_template` makes every record a conversation. Other fields are for functions, for
-example a reward function; where no call of the graph sees them they are ignored. `tools`, which describe
-functions, and `chat_template_kwargs` of a conversation are given to the template, see `data/tools.py`.
+`prompt`, `chosen` and `rejected` are text, or lists of {role, content} messages. A record in which one of them is a
+list is a conversation, and the tokenizer's chat template writes it. In a conversation, a text `prompt` is the user
+turn, and a text answer is the assistant turn. Chosen and rejected messages are the turns that follow `prompt`. If
+they do not begin with an assistant turn, they are whole conversations. All other text is used unchanged, unless
+`data.apply_chat_template` makes every record a conversation.
 
-Records written in another usual way are rewritten first, see `data/variants.py`.
+Other fields are for functions, such as a reward function. If no call of the graph reads them, they are ignored. In
+conversations, `tools` (descriptions of functions) and `chat_template_kwargs` are arguments of the template, see
+`data/tools.py`.
+
+Records in other usual forms are rewritten first, see `data/variants.py`.
 """
 
 import json
@@ -59,7 +61,7 @@ class Steps:
 
 
 Item = tuple[Text | Conversation | Steps, ...]
-"""Texts of one item: one for training or generation, a chosen and a rejected one, or several by rank."""
+"""Texts of one item: one text to train on or to generate from, a chosen and a rejected text, or ranked texts."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Reader:
     """Converts records to items. At most `max_pairs` pairs are drawn from a record, depending on `seed`."""
 
     template: ChatTemplate
-    """A record's arguments of the template take precedence."""
+    """Chat template. Arguments that a record gives take precedence over its `options`."""
     apply_chat_template: bool = False
     train_on: Literal["all", "last"] = "all"
     max_pairs: int = 1
@@ -83,7 +85,7 @@ class Reader:
             )
 
     def read(self, form: str, record: Fields) -> list[Item]:
-        """Read a record of a form. Raises BadRecordError for another form."""
+        """Read a record of the form `form`. Raises BadRecordError if the record has another form."""
         if is_plain_text(record) and not self.apply_chat_template:
             return READERS[form](self, record)  # without a template, `tools` may be anything
         options = {**self.template.options, **read_template_options(record)}
@@ -96,7 +98,7 @@ class Reader:
             messages = _messages(record, "messages")
             return self._conversations(messages)
         _require(record, form.fields, form.accepted)
-        # A whole text is not an answer to an empty user turn.
+        # An empty prompt means that the answer is the whole text, not a reply to an empty user turn.
         if not self._is_conversation(record) or (record["prompt"] == "" and not _has_turns(record)):
             return [(Text(_string(record, "prompt"), _string(record, "answer")),)]
         asked = _prompt_turns(record)
@@ -124,7 +126,7 @@ class Reader:
         return [(self._side(chosen, after, "chosen"), self._side(rejected, after, "rejected"))]
 
     def labelled(self, record: Fields) -> list[Item]:
-        """Read an answer with its label; for a pair, both answers."""
+        """Read an answer that has a label. A pair becomes two items, one for each answer."""
         form = FORMS["label"]
         if form.is_other(record):
             return [(side,) for pair in self.pairs(record) for side in pair]
@@ -152,7 +154,7 @@ class Reader:
         return [tuple(self._side([*turns, _reply(text)], len(turns), "answers") for text in answers)]
 
     def steps(self, record: Fields) -> list[Item]:
-        """Read an answer in steps; each step ends with a line break."""
+        """Read an answer in steps. A step without a line break at its end gets one."""
         form = FORMS["steps"]
         _require(record, form.fields, form.accepted)
         if self._is_conversation(record):
@@ -174,7 +176,7 @@ class Reader:
         return [(self.template.write_prompt(turns),)]
 
     def prompt(self, record: Fields) -> str | list[Message]:
-        """Read the prompt of a record: text, or turns that end with the user's."""
+        """Read the prompt of a record: text, or turns up to the last user turn or a final tool result."""
         form = FORMS["prompt"]
         (field,) = form.fields_of(record)
         _require(record, (field,), form.accepted)
@@ -212,7 +214,7 @@ class Reader:
         ]
 
     def _side(self, messages: list[Message], after: int, field: str) -> Conversation:
-        """Write one side of a pair, the turns after the first `after`; it ends like generation."""
+        """Write one side of a pair. Its answer is all turns after the first `after`, and ends as in generation."""
         if messages[-1]["role"] != "assistant" or after == 0:
             raise BadRecordError(f"field {field!r} must end with an assistant turn that answers a prompt")
         if any(not turn.get("weight", 1) for turn in messages[after:]):
@@ -251,9 +253,9 @@ def _has_turns(record: Fields) -> bool:
 
 
 def plain_text_note(tokenizer: "PreTrainedTokenizerFast", applied: bool, option: str) -> str | None:
-    """Write the note on the use of plain-text prompts; None for a tokenizer without chat template.
+    """Write the note on how plain-text prompts are used; None for a tokenizer without a chat template.
 
-    `applied`: `option` turns them into conversations.
+    `applied`: whether plain-text prompts become conversations. `option`: the option for this, in the message.
     """
     if not tokenizer.chat_template:
         return None
@@ -300,7 +302,7 @@ def _text(value: Any, field: str) -> str:
 
 
 def _answer(text: str, field: str) -> str:
-    """Read an answer of a pair."""
+    """Return an answer. Raises BadRecordError if it is empty."""
     if not text.strip():
         raise BadRecordError(f"an answer in {field!r} is empty")
     return text
@@ -350,7 +352,7 @@ def _part(part: Any, field: str) -> str:
 
 
 def drops_nulls(record: Fields, apply_chat_template: bool) -> bool:
-    """Check for nulls in tools or tool calls of a conversation: Arrow writes them for keys of other rows."""
+    """Check for nulls in tools or tool calls of a conversation. Arrow writes nulls for keys of other rows."""
     if is_plain_text(record) and not apply_chat_template:
         return False
     turns = (turn for value in record.values() if isinstance(value, list) for turn in value)
@@ -373,7 +375,7 @@ def _whole_conversation(record: Fields, field: str) -> list[Message]:
 
 
 def _continues(record: Fields, field: str) -> bool:
-    """Check whether an answer is only the turns after `prompt`, not a whole conversation."""
+    """Check whether an answer consists only of the turns after `prompt`, and is not a whole conversation."""
     return not isinstance(record[field], list) or _messages(record, field)[0]["role"] == "assistant"
 
 

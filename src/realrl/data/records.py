@@ -21,16 +21,17 @@ _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 """First words of file names in a directory with several splits."""
 
 RecordReader = Callable[[str, Rejects], Iterator[Record]]
-"""Yields the records of a source; the default is `read_records`."""
+"""Function that yields the records of a source, such as `read_records`."""
 
 
 def read_records(source: str, rejects: Rejects) -> Iterator[Record]:
     """Yield the records of `source`, in the order of the files and of their lines.
 
-    source: a file or glob; a directory of files of one ending, or one written by `Dataset.save_to_disk` (`DIR`, or
-    `DIR:SPLIT` if it has splits); or a hub data set (`NAME:SPLIT`, `NAME/CONFIG:SPLIT` or `NAME:CONFIG:SPLIT`).
-    Lines that are not a JSON object, and objects with a repeated key, go to `rejects`. A table has every column in
-    every row, so null fields count as absent. Raises UserError if the source does not exist or cannot be opened.
+    source: a file or glob; a directory of files of one ending, or a directory written by `Dataset.save_to_disk`
+    (`DIR`, or `DIR:SPLIT` if it has splits); or a hub data set (`NAME:SPLIT`, `NAME/CONFIG:SPLIT` or
+    `NAME:CONFIG:SPLIT`). Lines that are not a JSON object, and objects with a repeated key, go to `rejects`. A
+    table has every column in every row, so null fields count as absent. Raises UserError if the source does not
+    exist or cannot be opened.
     """
     return (
         (origin, {name: value for name, value in record.items() if value is not None})
@@ -108,7 +109,7 @@ def _read_directory(directory: str, split: str | None, rejects: Rejects) -> Iter
 
 
 def _find_split(file: str) -> str:
-    """Find the split at the beginning of a file name, such as `train-00000-of-00002.parquet`; empty if none."""
+    """Find the split at the beginning of a file name such as `train-00000-of-00002.parquet`; empty if none."""
     first = re.match(r"[a-z]*", Path(file).name.lower())
     assert first is not None, "the pattern may match nothing"
     return first[0] if first[0] in _SPLITS else ""

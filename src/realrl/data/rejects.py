@@ -1,19 +1,19 @@
-"""Unusable records: an error, or skipped and counted."""
+"""Handling of unusable records, which raise an error, or are skipped and counted."""
 
 from typing import Literal
 
 from realrl.config.errors import UserError
 
 REASONS_KEPT = 5
-"""Number of kept reasons: enough to see a pattern, without filling memory for a large broken file."""
+"""Maximum number of kept reasons. They suffice to see a pattern, and do not fill memory for a large broken file."""
 
 
 class BadRecordError(ValueError):
-    """A record has the wrong form; the text names the accepted one."""
+    """A record has the wrong form. The text names the accepted form."""
 
 
 class Rejects:
-    """Handles unusable records: raises an error under `fail`, counts under `skip`."""
+    """Handles unusable records: raises an error with `fail`, and counts the record with `skip`."""
 
     def __init__(
         self,
@@ -22,7 +22,7 @@ class Rejects:
     ) -> None:
         """`on_too_long` is for well-formed but too long records; None means the same as `on_error`.
 
-        Records that should be cut but cannot be are skipped."""
+        A record that should be cut (`keep_start`, `keep_end`), but cannot be cut, is skipped."""
         self.on_error = on_error
         self.on_too_long = on_too_long or on_error
         self.count = 0
@@ -32,7 +32,7 @@ class Rejects:
         self.reasons: list[str] = []
 
     def __call__(self, origin: str, reason: str, *, too_long: bool = False) -> None:
-        """Reject the record at `origin`, FILE:LINE, for a reason. Raises UserError under `fail`."""
+        """Reject the record at `origin`, FILE:LINE, for a reason. Raises UserError with `fail`."""
         message = f"{origin}: {reason}"
         if (self.on_too_long if too_long else self.on_error) == "fail":
             raise UserError(message)

@@ -1,16 +1,18 @@
-"""Tokenization of the texts of an item into the rows that a graph's source keys name.
+"""Tokenization of the texts of an item into rows of a graph's source keys.
 
-Plain text: [beginning] prompt answer end. Prompt and answer are tokenised separately, so that a prompt has the same
-tokens in training and generation; so are the steps of an answer. The beginning is whatever the tokenizer's
-post-processor puts before a text; the existence of a bos_token is not enough. Neither beginning nor end is added
-twice.
+A row of plain text consists of beginning of sequence, prompt, answer and end of sequence. Prompt, answer and the
+steps of an answer are tokenised separately, so that a prompt has the same tokens in training and generation. The
+beginning of sequence is what the tokenizer's post-processor puts before a text; a bos_token alone does not count.
+Neither beginning nor end of sequence is added twice.
 
-Conversations are tokenised whole, exactly as `apply_chat_template(tokenize=True)` does, and cut by character
-offsets: a token belongs to whom its last character belongs to, so one that joins the end of a prompt with the
-beginning of an answer is the answer's. Where the prompt's own tokens, which generation starts from, are not the
-beginning of the row, template and tokenizer do not fit each other; that is noted (`Row.joined`), not repaired,
-since other tokens would not be the template's. An answer ends with its end of sequence; where the template
-writes none, an earlier turn ends where the template ends it, and the last one gets an end of sequence.
+Conversations are tokenised whole, exactly as `apply_chat_template(tokenize=True)` does, and then divided by
+character offsets. A token belongs to the turn of its last character. So a token that joins the end of a prompt with
+the beginning of an answer belongs to the answer. Generation starts from the tokens of the prompt alone. If a row
+does not begin with these tokens, template and tokenizer do not fit each other. This is noted (`Row.joined`) but not
+repaired, because other tokens would not be the template's.
+
+An answer ends with its end of sequence. If the template writes none, an earlier turn ends where the template ends
+it. The last turn then gets an end of sequence.
 """
 
 from bisect import bisect_right
@@ -40,7 +42,7 @@ class Row:
 
     ids: list[int]
     answers: tuple[tuple[int, int], ...] = ()
-    """First token of each answer to train on, and its end, end of sequence included."""
+    """Position of the first token of each answer to train on, and of the token after its end of sequence."""
     joined: bool = False
     """Whether the tokenizer splits the end of the prompt differently when the answer follows."""
 
@@ -114,10 +116,10 @@ def find_excess(rows: Sequence[Row], config: DataConfig) -> str | None:
 
 
 def cut_rows(rows: Sequence[Row], config: DataConfig, bos: int | None) -> list[Row]:
-    """Cut the rows of an item to the token limits by `config.on_too_long`; too long rows may remain.
+    """Cut the rows of an item to the token limits, as `config.on_too_long` says. Rows may still be too long.
 
-    The prompts of all rows lose the same tokens at their beginning, after `bos` if a row begins with it. The
-    sides of a pair thus keep the same prompt, and the generation prompt stays. The last answer keeps its
+    The prompts of all rows lose the same tokens at their beginning, after `bos` if a row begins with it. So the two
+    sides of a pair keep the same prompt, and the text that announces the answer stays. The last answer keeps its
     beginning.
     """
     keep_end = config.on_too_long == "keep_end"
@@ -196,7 +198,7 @@ def _pieces(text: Text | Conversation | Steps) -> tuple[str | None, ...]:
 
 
 def _step_row(before: list[int], prompt: list[int], steps: Sequence[list[int]]) -> Row:
-    """Make the row of a prompt and steps. Each step is an answer to train on; no end of sequence follows."""
+    """Make the row of a prompt and steps. Each step is an answer to train on. No end of sequence is added."""
     ids = prompt if prompt[: len(before)] == before else before + prompt
     answers = []
     for step in steps:
@@ -229,14 +231,14 @@ def _plain_row(
 
 
 def _first_of_run(ids: Sequence[int], last: int, stop_token_ids: tuple[int, ...]) -> int:
-    """Find the first of consecutive ends of sequence up to `last`: generation stops there."""
+    """Find the first of the consecutive end-of-sequence tokens up to `last`, at which generation stops."""
     while last and ids[last - 1] in stop_token_ids:
         last -= 1
     return last
 
 
 class _Wholes:
-    """Conversations, tokenised whole."""
+    """Conversations that are tokenised whole."""
 
     def __init__(
         self, texts: Sequence[str], tokenizer: "PreTrainedTokenizerFast", stop_token_ids: tuple[int, ...]
@@ -256,7 +258,7 @@ class _Wholes:
                 self.encoded[text] = ids, self._stops(text, ids, offsets)
 
     def _stops(self, text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[int]:
-        """End of each token in characters, ascending."""
+        """Compute the end of each token, in characters from the start of the text. Ends never decrease."""
         stops = (
             first + len(text[first:stop].rstrip()) if id in self.rstripping else stop
             for id, (first, stop) in zip(ids, offsets, strict=True)
@@ -276,11 +278,11 @@ class _Wholes:
         return Row(ids, spans, joined=ids[: len(prompt)] != prompt)
 
     def _answer(self, turn: Turn, ids: Sequence[int], stops: Sequence[int]) -> tuple[int, int, bool]:
-        """Find the first token of a turn, the end of its last token, and whether that is an end of sequence."""
+        """Find the first token of a turn, the token after its last, and whether the last is an end of sequence."""
         first = bisect_right(stops, turn.start)
         behind = bisect_right(stops, turn.stop)
-        # An end of sequence inside the content does not end the turn. Generation stops at the first one after the
-        # content, even if the template writes more.
+        # An end of sequence inside the content does not end the turn. Generation stops at the first end of sequence
+        # after the content, even if the template writes more.
         content = max(first, bisect_right(stops, turn.content - 1))
         end = next((i for i in range(content, behind) if ids[i] in self.stop_token_ids), None)
         if end is None:

@@ -21,7 +21,7 @@ def read_template_options(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_tools(value: Any) -> list[dict[str, Any]]:
-    """Read tool schemas: a list of objects or JSON texts, a single one, or the JSON text of a list."""
+    """Read tool schemas: a list of schemas, a single schema, or JSON text of a list. A schema may be JSON text."""
     if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         value = _decode(value, "tools")
     if not value:
@@ -40,7 +40,7 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
 
 
 class Arguments(dict[str, Any]):
-    """Arguments of a tool call that are JSON text in the record. Most templates need an object, some the text."""
+    """Arguments of a tool call that are JSON text in the record. Most templates need the object, some the text."""
 
     def __init__(self, values: Mapping[str, Any], text: str) -> None:
         super().__init__(values)
@@ -87,7 +87,7 @@ def _read_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def drop_nulls(value: Any) -> Any:
-    """Drop null values from objects, at any depth: Arrow adds the keys of other rows."""
+    """Drop null values from objects, at any depth. Arrow adds such values for keys that only other rows have."""
     if isinstance(value, Mapping):
         return {name: drop_nulls(inner) for name, inner in value.items() if inner is not None}
     return [drop_nulls(inner) for inner in value] if isinstance(value, list) else value

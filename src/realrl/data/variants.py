@@ -13,9 +13,10 @@ _ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "ob
 
 
 def rename_fields(record: Fields, columns: Mapping[str, str]) -> Fields:
-    """Rename the fields of a record by `columns`, {theirs: ours}.
+    """Rename the fields of a record. `columns`: name in the record -> new name.
 
-    A dot leads into a nested field, which is copied. Raises BadRecordError if two fields would have one name.
+    A dot in a name selects a nested field, which is copied. Raises BadRecordError if two fields would have the same
+    name.
     """
     renamed: Fields = {}
     for theirs, ours in columns.items():
@@ -49,7 +50,7 @@ def find_field(record: Fields, path: str) -> Any:
 
 
 def rewrite(form: str, record: Fields) -> Fields:
-    """Rewrite a record with the fields of a variant of its form; any other record is returned unchanged."""
+    """Rewrite a record that has the fields of a variant of the form. Any other record is returned unchanged."""
     spec = FORMS[form]
     if any(all(field in record for field in fields) for fields in (spec.fields, spec.other_fields)):
         return record
@@ -156,10 +157,10 @@ def _prompt_of_pair(record: Fields) -> Fields:
 
 
 def find_common_prompt(chosen: str, rejected: str) -> int:
-    """Find the end of the common prompt of two texts: before the first different word.
+    """Find the end of the common prompt of two texts, which is before the first different word.
 
-    A space before that word belongs to the answers, like in TRL's `extract_prompt`. TRL may also cut within a word,
-    but parts of a word have other tokens.
+    A space before this word belongs to the answers, as in TRL's `extract_prompt`. TRL may also cut within a word,
+    but the parts of a word have other tokens than the whole word.
     """
     same = next(
         (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b),

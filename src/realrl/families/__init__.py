@@ -1,4 +1,4 @@
-"""What a file that describes a model family needs; CONTRIBUTING.md shows such a file."""
+"""Names for a file that describes a model family. CONTRIBUTING.md shows such a file."""
 
 from typing import TYPE_CHECKING
 

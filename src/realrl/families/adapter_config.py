@@ -1,4 +1,7 @@
-"""PEFT's `adapter_config.json`, to and from the settings of low-rank adapters. No torch."""
+"""Conversion between PEFT's `adapter_config.json` and the settings of low-rank adapters.
+
+This module does not import torch.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,9 +27,9 @@ _TRAINING = (
 )
 _SCALAR_HEADS = ("classifier", "score")
 _IN_FILE = "target_modules task_type fan_in_fan_out modules_to_save"
-"""Settings that are only about training, or that the file of tensors repeats."""
+"""Settings that affect only training (`_TRAINING`), or that follow from the file of tensors (`_IN_FILE`)."""
 _BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")
-"""Initialisations that leave the base model as it is, so that its own weights can be used."""
+"""Initialisations that do not change the base model, so that its own weights can be used."""
 _FIXED: Mapping[str, Any] = {
     "peft_type": "LORA",
     "bias": "none",

@@ -25,12 +25,12 @@ class LowRank(Settings):
     alpha: PositiveFloat = 32.0
     """Numerator of the scale: `alpha / rank`."""
     targets: tuple[str, ...] | None = Field(default=None, strict=False, min_length=1)
-    """Matrices that have adapters, by the last part of their names in files, such as `q_proj`; null for all of
-    attention and of dense feed-forward blocks."""
+    """Matrices that have adapters, given by the last part of their names in files, such as `q_proj`. null adapts
+    all matrices of attention and of dense feed-forward blocks."""
     rslora: bool = False
     """Scale by `alpha / sqrt(rank)` instead (rank-stabilised LoRA, arXiv 2312.03732), for high ranks."""
     dora: bool = False
-    """Train the norm of each row of a matrix apart from its direction (DoRA, arXiv 2402.09353)."""
+    """Train the norm of each row of a matrix separately from the row's direction (DoRA, arXiv 2402.09353)."""
 
     @property
     def scale(self) -> float:
@@ -59,7 +59,7 @@ class AdaptedModule:
 
     @property
     def highest_rank(self) -> int:
-        """Smaller of the numbers of rows and columns; a higher rank would add nothing."""
+        """Number of rows or of columns, whichever is smaller. A higher rank would add nothing."""
         return min(sum(part.shape[0] for part in self.parts), self.parts[0].shape[1])
 
     @property
@@ -113,13 +113,14 @@ def is_adapted(module: AdaptedModule, lora: LowRank) -> bool:
 
 
 def _adapt(matrix: AdaptedMatrix, modules: Sequence[AdaptedModule], lora: LowRank) -> list[TensorSpec]:
-    """Make the adapter tensors of one parameter: every A, then every B, then every magnitude."""
+    """Make the adapter tensors of one parameter: first every A, then every B, then every magnitude."""
     found: list[TensorSpec] = []
     for module in modules:
         weight = module.parts[0]
         rows = weight.partition is None or weight.partition.dim == 0
-        # If ranks divide the rows of the matrix, each has a part of B and so computes a part of A's gradient.
-        # If they divide the columns, A is cut like the matrix, and each computes a part of B's gradient.
+        # If the rows of the matrix are divided among ranks, each rank has a part of B, and so computes a part of
+        # A's gradient. If the columns are divided, A is cut like the matrix, and each rank computes a part of B's
+        # gradient.
         a = TensorSpec(
             name=f"{module.name}.lora_A.weight",
             shape=(lora.rank, weight.shape[1]),

@@ -19,7 +19,7 @@ from realrl.families.shape import Head, ModelShape
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _COMPARABLE = 5
-"""Least number of settings in a `config.json` for a comparison with known families to mean something."""
+"""Minimum number of settings in a `config.json` that is compared with known families."""
 _UNTOUCHED = ("attention_dropout", "use_cache", *SPECIAL_TOKENS)
 
 
@@ -63,8 +63,8 @@ def shape_from_hf(
 
 
 def _compare_with_nearest(config: Mapping[str, Any], known: Sequence[str]) -> str:
-    """Describe the known family that is nearest to a `config.json`, and a setting that it lacks; empty if none is
-    near."""
+    """Describe the known family that is nearest to a `config.json`, and a setting that this family lacks. Empty if
+    no family is near."""
     if len(config) < _COMPARABLE:
         return ""
     nearest: tuple[int, float, str, str] | None = None
@@ -80,7 +80,7 @@ def _compare_with_nearest(config: Mapping[str, Any], known: Sequence[str]) -> st
         alike = SequenceMatcher(None, name, str(config.get("model_type"))).ratio()
         if nearest is None or (len(unread), -alike) < nearest[:2]:
             nearest = len(unread), -alike, name, problem
-    # A family that does not know half of the settings is not a relative.
+    # A family that does not know half of the settings is not near.
     if nearest is None or nearest[0] > len(config.keys() - IRRELEVANT) / 2:
         return ""
     *_, name, problem = nearest
@@ -88,8 +88,8 @@ def _compare_with_nearest(config: Mapping[str, Any], known: Sequence[str]) -> st
 
 
 def check_writing(shape: ModelShape) -> None:
-    """Raise UserError unless a shape's family reads back the `config.json` that it writes for the shape. A family
-    writes only when a model is saved, hours into a run; a mistake should come up before."""
+    """Raise UserError unless a shape's family reads back the `config.json` that it writes for the shape. Otherwise
+    a mistake would only show when a model is saved, hours into a run."""
     label, family = f"family={shape.family}", find_family(shape.family)
     if (shape.mixture is not None) != family.mixture:
         problem = "needs a mixture: experts and per_token" if family.mixture else "cannot have a mixture"
@@ -151,7 +151,7 @@ def _read_shape(found: Family, config: Mapping[str, Any], where: str, family: st
 
 
 def _mapping(given: Any, family: str, function: str) -> Mapping[str, Any]:
-    """Raise UserError unless a family's function returned a mapping from names."""
+    """Check that a family's function returned a mapping whose keys are text. Raises UserError if not."""
     if not isinstance(given, Mapping):
         raise UserError(f"family={family}: {function} must return a mapping, not {brief(given)}")
     wrong = next((key for key in given if not isinstance(key, str)), None)

@@ -1,4 +1,4 @@
-"""The tensor table that all built-in families share: a shape, layer options and names in, tensors out."""
+"""The tensor table of all built-in families, made from a shape, layer options and names of tensors in files."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,9 +31,9 @@ class Names:
     k: str = "self_attn.k_proj"
     v: str = "self_attn.v_proj"
     qkv: str | None = None
-    """Tensor that holds queries, keys and values; None if each has its own."""
+    """Tensor that holds queries, keys and values; None if they are in three tensors."""
     qkv_by_heads: bool = False
-    """Whether `qkv` holds them head by head, rather than all queries, then all keys, then all values."""
+    """Whether `qkv` is ordered head by head, rather than all queries, then all keys, then all values."""
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     sinks: str = "self_attn.sinks"
@@ -43,7 +43,7 @@ class Names:
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     gate_up: str | None = None
-    """Tensor that holds gate and then up; None if each has its own."""
+    """Tensor that holds gate and then up; None if they are in two tensors."""
     down: str = "mlp.down_proj"
     router: str = "mlp.gate"
     expert: str = "mlp.experts"
@@ -53,10 +53,10 @@ class Names:
     expert_down: str = "down_proj"
     experts_gate_up: str | None = None
     """Tensor that holds gate and then up of all experts, [experts, inputs, outputs]; None if each expert has its
-    own."""
+    own tensors."""
     experts_down: str | None = None
     """Tensor that holds the last matrices of all experts, [experts, inputs, outputs]; None if each expert has its
-    own."""
+    own tensor."""
     mlp_post_norm: str = "post_feedforward_layernorm"
     norm: str = "model.norm"
     head: str = "lm_head"
@@ -225,8 +225,8 @@ class _Table:
         """Describe a router and its experts.
 
         Tensor-parallel ranks hold a part of the units of each expert. Each rank applies the whole router to all
-        tokens, but its output only weighs the rank's part of the experts. So each rank has only a part of the
-        router's gradient.
+        tokens, but the router's output only weighs the rank's part of the experts. So each rank has only a part of
+        the router's gradient.
         """
         shape, names = self.shape, self.names
         cut = Partition(Units.FEED_FORWARD)
@@ -263,8 +263,8 @@ class _Table:
     def _in_stack(
         self, spec: TensorSpec, root: str, stack: str | None, number: int, *, parts: int
     ) -> TensorSpec:
-        """Describe an expert's matrix if files stack those of all experts; the stacked matrix has `parts` such
-        parts."""
+        """Describe where files hold an expert's matrix `spec`, if they stack the matrices of all experts in
+        `stack`. Each stacked matrix consists of `parts` parts with the size of `spec`; `spec` is part `number`."""
         if stack is None or self.shape.mixture is None:
             return spec
         # Files stack these matrices transposed, so that `rows` are columns of each matrix in the stack.
@@ -277,7 +277,7 @@ class _Table:
     def _columns(
         self, parts: "Iterable[_Part]", parameter: Parameter, layer: int, *, bias: bool = False
     ) -> Iterator[TensorSpec]:
-        """Describe column-parallel matrices, whose rows ranks divide, or their biases, which are cut alike."""
+        """Describe column-parallel matrices, whose rows are divided among ranks, or their biases, divided alike."""
         ending = ".bias" if bias else ".weight"
         for name, rows, units, stored in parts:
             spec = TensorSpec(
@@ -347,10 +347,10 @@ class _Table:
         return stored.describe(spec, "")
 
     def _rotated_order(self) -> tuple[int, ...] | None:
-        """Dims of a stored head in the order of the transformer; None if the orders are the same.
+        """List the dims of a stored head in the order of the transformer; None if the two orders are the same.
 
-        The transformer rotates dim i with dim i + head_dim / 2. Files put unrotated dims last in the head; here
-        half of them are last in each half.
+        The transformer rotates dim i with dim i + head_dim / 2. Files put unrotated dims last in the head. The
+        transformer puts half of the unrotated dims last in each half of the head.
         """
         dim, rotated = self.shape.head_dim, self.shape.rotary_dim or self.shape.head_dim
         if self.options.learned_positions or (rotated == dim and not self.names.interleaved):

@@ -22,14 +22,14 @@ class Family:
     read_config: Callable[[ConfigReader], Mapping[str, Any]]
     """Turn the settings of a `config.json` into fields of `ModelShape`, without `family`.
 
-    Raises UserError for values that models here do not support. Settings that it does not read are refused, unless
-    they are in `IRRELEVANT` or `untouched`.
+    Raises UserError for values that models here do not support. Settings that this function does not read are
+    refused, unless they are in `IRRELEVANT` or `untouched`.
     """
     write_config: Callable[[ModelShape, LayerOptions], Mapping[str, Any]]
-    """Turn a shape and its layer options into settings of `config.json`, from which `read_config` gets the same
+    """Turn a shape and its layer options into settings of `config.json`, from which `read_config` makes the same
     shape."""
     layer: LayerOptions = field(default_factory=LayerOptions)
-    """What layers compute, unless the shape has options of its own."""
+    """Options of layers, unless the shape has its own options."""
     tensors: Callable[[ModelShape, Head, LayerOptions], Sequence[TensorSpec]] = decoder_tensors
     """List all tensors of a model in storage order, named as in Hugging Face files."""
     mixture: bool = False
@@ -38,8 +38,8 @@ class Family:
     """For error messages: the settings that limit sequences to less than the declared length, if the family has
     any."""
     untouched: tuple[str, ...] = ()
-    """Settings of `config.json` that a shape does not hold and that training copies unchanged, beside the usual
-    ones."""
+    """Settings of `config.json` that a shape does not hold, and that are copied unchanged from the opened model to
+    saved models. They come in addition to the settings that are copied for all families."""
     buffers: tuple[str, ...] = ()
     """Endings of the names of file tensors that are not read, because they are computed when needed."""
 
@@ -49,7 +49,7 @@ _FEED_FORWARD: Mapping[bool, frozenset[Parameter]] = {
     False: frozenset({"gate_up", "down"}),
     True: frozenset({"router", "experts_gate_up", "experts_down"}),
 }
-"""Matrices that a feed-forward block needs (False), and those that a mixture needs (True)."""
+"""Matrices that a feed-forward block needs (False), and matrices that a mixture needs (True)."""
 _NORMS: Mapping[str, frozenset[Parameter]] = {
     "before": frozenset({"attention_norm", "mlp_norm"}),
     "after": frozenset({"attention_post_norm", "mlp_post_norm"}),
@@ -58,12 +58,12 @@ _NORMS: Mapping[str, frozenset[Parameter]] = {
 """Norms that a layer needs, by `LayerOptions.norm_place`."""
 
 _LAYERS = 16
-"""Layers of the sample that is checked: enough to catch a pattern such as one different layer in eight."""
+"""Number of layers of the checked sample. It is enough to find a pattern such as one different layer in eight."""
 
 
 def check_family(family: Family) -> None:
-    """Check that a family's tensors make a transformer, and that all layers are alike; the planner counts on that.
-    Raises DescriptionError."""
+    """Check that a family's tensors make a transformer, and that all layers are alike, as the planner assumes.
+    Raises DescriptionError if not."""
     sample = ModelShape(
         vocab_size=16,
         hidden_size=8,

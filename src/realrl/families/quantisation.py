@@ -1,4 +1,7 @@
-"""Which matrices a quantised model stores as bytes, and the tensors of scales that it has beside them. No torch."""
+"""Matrices that a quantised model stores as bytes, and tensors with the scales of these matrices.
+
+This module does not import torch.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,11 +16,11 @@ SCALES: dict[Parameter, Parameter] = {
     "experts_gate_up": "experts_gate_up_scale",
     "experts_down": "experts_down_scale",
 }
-"""Matrices that a quantised model stores as bytes -> the scales of their rows."""
+"""Matrix that a quantised model stores as bytes -> parameter with the scales of its rows."""
 SCALE_BYTES = 4
 """Bytes of one scale, which is a float32 number."""
 LARGEST: dict[Quantisation, int] = {"int8": 127, "fp8": 448}
-"""Stored value of the largest number in a row. For fp8 it is the largest finite float8_e4m3fn."""
+"""Value that the largest number of a row is stored as. For fp8, it is the largest finite float8_e4m3fn."""
 
 
 def name_scale(matrix: str) -> str:
@@ -25,16 +28,16 @@ def name_scale(matrix: str) -> str:
 
 
 def is_scale(spec: TensorSpec) -> bool:
-    """Tell whether a tensor holds scales, which files do not have: they are computed when a model is read."""
+    """Return whether a tensor holds scales. Files have no scales, because reading a model computes them."""
     return spec.init is Init.SCALE
 
 
 def quantise_tensors(tensors: Sequence[TensorSpec], quantisation: Quantisation) -> tuple[TensorSpec, ...]:
     """Mark the matrices of layers as bytes, and put the scales of their rows before all other tensors.
 
-    A scale belongs to a whole row, even on a rank that holds only some of the columns. Scales are stored as bytes
-    so that they share one buffer with the matrices. They come first in it, where their four-byte numbers are
-    aligned.
+    A scale belongs to a whole row, even on a rank that holds only some of the columns. Scales are stored as bytes,
+    so that they share one buffer with the matrices. Scales come first in this buffer, where their four-byte numbers
+    are aligned.
     """
     scales, found = [], []
     for spec in tensors:

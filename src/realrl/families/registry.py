@@ -73,12 +73,12 @@ def model_tensors(shape: ModelShape, head: Head) -> tuple[TensorSpec, ...]:
 
 
 def ties_embeddings(shape: ModelShape, head: Head) -> bool:
-    """Tell whether the embedding table is also the head, so that both ends of a pipeline hold it."""
+    """Return whether the embedding table is also the head, so that both ends of a pipeline hold it."""
     return any(spec.place is Place.BOTH_ENDS for spec in model_tensors(shape, head))
 
 
 def find_layer_options(shape: ModelShape) -> LayerOptions:
-    """Find what a model's layers compute: the shape's own options, otherwise those of its family."""
+    """Find the options of a model's layers: the shape's own options or, if it has none, its family's options."""
     return find_family(shape.family).layer if shape.layer is None else shape.layer
 
 

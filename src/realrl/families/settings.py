@@ -1,4 +1,4 @@
-"""Settings of `config.json`: a reader that notices settings nobody read, and the settings that most families
+"""Settings of `config.json`: a reader that lists settings that were never read, and the settings that most families
 share."""
 
 from collections.abc import Callable, Iterable, Mapping
@@ -27,11 +27,11 @@ _FILE = (
     " output_hidden_states return_dict chunk_size_feed_forward gradient_checkpointing base_model_tp_plan"
     " base_model_pp_plan pretraining_tp is_llama_config transformers.js_config unsloth_fixed unsloth_version"
 )
-"""About the file itself, or about how a program runs the model."""
+"""Settings about the file itself, or about how a program runs the model."""
 _TOKENS = "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id"
 """Special tokens, which concern sampling and tokenizers."""
 _CLASSES = "id2label label2id num_labels _num_labels problem_type finetuning_task task_specific_params"
-"""Classes of a classifier and their loss; models here have one class and losses of their own."""
+"""Classes of a classifier and their loss. Models here have one class, and algorithms have their own losses."""
 _DROPOUT = (
     "attention_dropout hidden_dropout attn_pdrop embd_pdrop resid_pdrop residual_dropout embedding_dropout"
     " classifier_dropout attention_probs_dropout_prob hidden_dropout_prob"
@@ -44,7 +44,7 @@ _GENERATION = (
     " forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty"
     " suppress_tokens begin_suppress_tokens"
 )
-"""Generation settings; recipes have their own."""
+"""Generation settings, which recipes replace by their own."""
 IRRELEVANT = frozenset(" ".join((_FILE, _TOKENS, _CLASSES, _DROPOUT, _GENERATION)).split())
 """Settings that do not change the result of a forward pass."""
 
@@ -68,7 +68,7 @@ _ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
 }
-"""Names of activations in files."""
+"""Name of an activation in files -> activation."""
 
 _ACTIVATION_NAMES: Mapping[Activation, str] = {
     "silu": "silu",
@@ -91,7 +91,7 @@ class ConfigReader:
         return default if value is None else value
 
     def has(self, key: str, default: Any = None) -> bool:
-        """Tell whether a setting has a value: its own, or a default if it is absent. An explicit null is not a
+        """Return whether a setting has a value: its own, or a default if it is absent. An explicit null is not a
         value."""
         self._read.add(key)
         return self._config[key] is not None if key in self._config else default is not None
@@ -108,28 +108,28 @@ class ConfigReader:
         return value
 
     def number(self, key: str, default: float) -> float:
-        """Read a finite number; UserError for anything else."""
+        """Read a finite number. Raises UserError for anything else."""
         value = self.read(key, default)
         if type(value) not in (int, float) or not _is_finite(value):
             raise self.fail(f"{key}={brief(value)} is not a finite number")
         return float(value)
 
     def positive(self, key: str, default: float) -> float:
-        """Read a number above 0 whose reciprocal is finite; UserError for anything else."""
+        """Read a number above 0 whose reciprocal is finite. Raises UserError for anything else."""
         value = self.number(key, default)
         if value <= 0 or not _is_finite(1 / value):
             raise self.fail(f"{key}={value:g} is not a number above 0")
         return value
 
     def flag(self, key: str, default: bool) -> bool:
-        """Read true or false; UserError for anything else."""
+        """Read true or false. Raises UserError for anything else."""
         value = self.read(key, default)
         if not isinstance(value, bool):
             raise self.fail(f"{key}={brief(value)} is not true or false")
         return value
 
     def choice(self, key: str, meanings: Mapping[str, _T], default: str) -> _T:
-        """Read one of the words in `meanings`, and return its meaning; UserError for any other word."""
+        """Read one of the words in `meanings`, and return its meaning. Raises UserError for any other word."""
         value = self.read(key, default)
         if not isinstance(value, str) or value not in meanings:
             accepted = join([*meanings], "or")
@@ -137,7 +137,10 @@ class ConfigReader:
         return meanings[value]
 
     def by_layer(self, key: str, default: list[_T], one: _T, other: _T) -> list[_T]:
-        """Read a list as long as the default, with one of two values for each layer; UserError if it is not one."""
+        """Read a list as long as the default, with one of two values for each layer.
+
+        Raises UserError for anything else.
+        """
         value = self.read(key, default)
         if (
             not isinstance(value, list)
@@ -151,7 +154,7 @@ class ConfigReader:
         return value
 
     def fixed(self, settings: Mapping[str, Any]) -> None:
-        """Read settings that, if given, must have these values; UserError for other values."""
+        """Read settings that, if given, must have these values. Raises UserError for other values."""
         for key, wanted in settings.items():
             value = self.read(key, wanted)
             if value != wanted or type(value) is not type(wanted):
@@ -162,7 +165,7 @@ class ConfigReader:
         self._read.update(keys)
 
     def section(self, key: str) -> "ConfigReader":
-        """Read a nested section, empty if it is absent; UserError if it is not a section."""
+        """Read a nested section, empty if it is absent. Raises UserError if it is not a section."""
         value = self.read(key, {})
         if not isinstance(value, Mapping):
             raise self.fail(f"{key}={brief(value)} is not a section of keys")
@@ -211,9 +214,9 @@ def read_sizes(
 ) -> dict[str, Any]:
     """Read the fields of `ModelShape` that most families share.
 
-    `defaults` are the defaults of the family's configuration class that differ from those here, by setting. With
-    `partial_rotary_factor` among them, files may rotate part of each head. With `rotary=False` the family reads
-    rotary settings itself. Raises UserError for missing or unsupported settings.
+    `defaults`: defaults of the family's configuration class, by setting, if they differ from the defaults of this
+    function. If `partial_rotary_factor` is one of them, files may rotate part of each head. With `rotary=False`,
+    the family reads rotary settings itself. Raises UserError for missing or unsupported settings.
     """
     given = dict(defaults or {})
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
@@ -242,7 +245,7 @@ def read_sizes(
 
 
 def write_sizes(shape: ModelShape) -> dict[str, Any]:
-    """Write the settings that `read_sizes` reads; rotary ones as transformers 5 and as transformers 4 have them."""
+    """Write the settings that `read_sizes` reads, with rotary settings in the forms of transformers 4 and 5."""
     return {
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,
@@ -266,8 +269,8 @@ WINDOWED, FULL = "sliding_attention", "full_attention"
 def read_windows(
     config: ConfigReader, layers: int, usual: Callable[[int], bool], default: int | None
 ) -> dict[str, Any]:
-    """Read the window, and the layers that have it: `layer_types` names them, otherwise `usual` is true for them.
-    `default` is the window of the family's configuration class, for files that do not name one."""
+    """Read the window, and the layers that have it. Without `layer_types`, these are the layers for which `usual`
+    returns true. `default` is the window of the family's configuration class, for files that do not name one."""
     window = config.size("sliding_window", default) if config.has("sliding_window", default) else None
     default_kinds = [WINDOWED if window is not None and usual(layer) else FULL for layer in range(layers)]
     kinds = config.by_layer("layer_types", default_kinds, WINDOWED, FULL)
@@ -357,14 +360,14 @@ def _read_scaling(config: ConfigReader, rope: ConfigReader, kind: str) -> dict[s
         config.size(key) if config.has(key) else None
         for key in ("original_max_position_embeddings", "max_position_embeddings")
     )
-    # transformers computes it like this for Phi-3 and other files that leave it out.
+    # transformers computes a missing factor in this way, for Phi-3 and other models.
     factor = rope.read("factor", longest / original if original and longest else None)
     if factor is None:
         raise config.fail(f"factor is missing from the {kind} rotary settings")
     for name in (*SCALING_FIELDS[kind], *OPTIONAL_SCALING_FIELDS.get(kind, ())):
         value = rope.read(name)
         if name == "original_max_position_embeddings":
-            # transformers looks for it in this order.
+            # transformers looks for the original length in this order.
             value = original or value or longest
         if value is None and name in SCALING_FIELDS[kind]:
             raise config.fail(f"{name} is missing from the {kind} rotary settings")
@@ -395,8 +398,8 @@ def write_rope(shape: ModelShape) -> dict[str, Any]:
 
 
 def write_partial_rotary(shape: ModelShape) -> dict[str, Any]:
-    """Write the rotary settings of a family whose default is to rotate part of each head, so that the part is
-    always said."""
+    """Write the rotary settings of a family whose default is to rotate part of each head. The rotated share is
+    always written, even if it is 1."""
     share = {"partial_rotary_factor": (shape.rotary_dim or shape.head_dim) / shape.head_dim}
     return {**share, "rope_parameters": {**write_rope(shape)["rope_parameters"], **share}}
 
@@ -404,7 +407,7 @@ def write_partial_rotary(shape: ModelShape) -> dict[str, Any]:
 def read_layer(config: ConfigReader, usual: LayerOptions | None = None, **others: Any) -> LayerOptions:
     """Read layer options that most families share: `attention_bias` of all projections, and the activation.
 
-    `usual` are the options of the family's layers, by default Llama's. `others` are options that it reads itself.
+    `usual`: options of the family's layers, by default Llama's. `others`: options that the family reads itself.
     """
     usual = LayerOptions() if usual is None else usual
     bias = config.flag("attention_bias", usual.qkv_bias)
@@ -417,7 +420,7 @@ def write_layer(options: LayerOptions) -> dict[str, Any]:
 
 
 def read_activation(config: ConfigReader, usual: Activation = "silu", key: str = "hidden_act") -> Activation:
-    """Read the activation of the feed-forward block; `usual` if the file does not say it."""
+    """Read the activation of the feed-forward block; `usual` if the file does not name it."""
     return config.choice(key, _ACTIVATIONS, _ACTIVATION_NAMES[usual])
 
 
@@ -451,8 +454,8 @@ def write_mixture(shape: ModelShape) -> dict[str, Any]:
 
 
 def read_unrotated(config: ConfigReader, layers: int) -> tuple[int, ...]:
-    """Read which layers have no rotary embeddings: those with a 0 in `no_rope_layers`, otherwise every n-th layer.
-    Files of Llama 4 have an empty list, which counts as absent."""
+    """Read which layers have no rotary embeddings: layers with a 0 in `no_rope_layers` or, if it is absent, every
+    `no_rope_layer_interval`-th layer. Files of Llama 4 have an empty list, which counts as absent."""
     interval = config.size("no_rope_layer_interval", 4)
     usual = [int((layer + 1) % interval != 0) for layer in range(layers)]
     rotated = usual if config.read("no_rope_layers") == [] else config.by_layer("no_rope_layers", usual, 0, 1)
@@ -460,5 +463,5 @@ def read_unrotated(config: ConfigReader, layers: int) -> tuple[int, ...]:
 
 
 def write_unrotated(shape: ModelShape) -> dict[str, Any]:
-    """Write `no_rope_layers`; the interval is not needed beside it."""
+    """Write `no_rope_layers`, which makes `no_rope_layer_interval` unnecessary."""
     return {"no_rope_layers": [int(layer not in shape.unrotated_layers) for layer in range(shape.layers)]}

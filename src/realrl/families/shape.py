@@ -1,4 +1,4 @@
-"""The shape of a decoder model: its sizes and what its layers compute. No weights and no torch."""
+"""The shape of a decoder model: its sizes, and what its layers compute. This module does not import torch."""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal, Self
@@ -21,12 +21,13 @@ class LayerOptions(Settings):
     norm_offset: bool = False
     """Whether norms multiply by 1 + weight (Gemma), so that weights start at 0."""
     norm_place: Literal["before", "after", "around"] = "before"
-    """Norms at the input of a block, at its output before it is added (OLMo 2), or at both."""
+    """Norms at the input of a block, at its output before the output is added (OLMo 2), or at both places."""
     parallel_blocks: bool = False
-    """Whether attention and feed-forward block read the same input and are both added to it (GPT-NeoX)."""
+    """Whether attention and feed-forward block read the same input, to which both outputs are added (GPT-NeoX)."""
     qk_norm: Literal["none", "heads", "all", "rotated"] = "none"
-    """RMSNorm of queries and keys. `heads`: of each head over its dims. `all`: of all heads together (OLMo 2).
-    `rotated`: of each head after its rotation, without weights and only in layers that rotate heads (Llama 4)."""
+    """RMSNorm of queries and keys. `heads` normalises each head over its dims. `all` normalises all heads together
+    (OLMo 2). `rotated` normalises each head after its rotation, without weights, and only in layers that rotate
+    heads (Llama 4)."""
     qkv_bias: bool = False
     """Whether the projections to queries, keys and values have biases."""
     out_bias: bool = False
@@ -38,8 +39,8 @@ class LayerOptions(Settings):
     activation: Activation = "silu"
     """Activation of the feed-forward block."""
     gated: bool = True
-    """Whether the activated output of one matrix multiplies the output of a second; otherwise the first is all
-    there is."""
+    """Whether the activated output of one matrix multiplies the output of a second matrix. Otherwise there is no
+    second matrix."""
     learned_positions: bool = False
     """Whether a learned vector per position is added to embeddings, instead of rotary embeddings."""
     attention_scale: PositiveFloat | None = None
@@ -47,11 +48,11 @@ class LayerOptions(Settings):
     attention_cap: PositiveFloat | None = None
     """Bound c of attention scores: a score x becomes c * tanh(x / c) (Gemma 2)."""
     sinks: bool = False
-    """Whether the softmax of each head has one more, learned score whose weight goes to no token (gpt-oss)."""
+    """Whether the softmax of each head has an additional learned score, whose weight goes to no token (gpt-oss)."""
     embedding_scale: PositiveFloat | Literal["root"] = 1.0
     """Factor of embeddings, rounded to their dtype; `root` is the square root of the hidden size (Gemma)."""
     residual_scale: PositiveFloat = 1.0
-    """Factor of what each block adds to the residual stream (Granite)."""
+    """Factor of each block's output before it is added to the residual stream (Granite)."""
     logit_scale: PositiveFloat = 1.0
     """Factor of the logits."""
     logit_cap: PositiveFloat | None = None
@@ -66,18 +67,19 @@ class LayerOptions(Settings):
 
 MOST_EXPERTS = 10**4
 Experts = Annotated[int, Field(gt=0, le=MOST_EXPERTS)]
-"""Number of experts. Code loops over them, hence a limit of about ten times the largest published number."""
+"""Number of experts. Code loops over experts, so the limit is about ten times the largest published number."""
 
 
 class Mixture(Settings):
     """A mixture of experts: a router chooses some of a layer's feed-forward blocks for each token."""
 
     experts: Experts
-    """Feed-forward blocks in each layer, each `intermediate_size` wide."""
+    """Number of feed-forward blocks in each layer, each `intermediate_size` wide."""
     per_token: Experts
-    """Experts that each token passes through: those with the highest router scores."""
+    """Number of experts that each token passes through. They are the experts with the highest router scores."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
-    """How router outputs become scores: probabilities that add up to 1, or each on its own between 0 and 1."""
+    """How router outputs become scores: probabilities that add up to 1 (`softmax`), or independent numbers between
+    0 and 1 (`sigmoid`)."""
     normalised: bool = True
     """Whether the weights of a token's experts are their scores divided by the sum of these scores."""
     weighed: Literal["outputs", "inputs"] = "outputs"
@@ -97,12 +99,12 @@ Head = Literal["lm", "scalar"]
 
 
 Size = Annotated[int, Field(gt=0, le=10**9)]
-"""A width; the limit is about a thousand times the widest published one."""
+"""A width. The limit is about a thousand times the largest published width."""
 
 MOST_LAYERS = 10**4
 Count = Annotated[int, Field(gt=0, le=MOST_LAYERS)]
-"""Number of layers or heads. Code loops over them, hence a limit of about ten times the largest published
-number."""
+"""Number of layers or heads. Code loops over layers and heads, so the limit is about ten times the largest
+published number."""
 
 Index = Annotated[int, Field(ge=0)]
 
@@ -115,21 +117,21 @@ class RopeScaling(Settings):
     never exceed. `yarn` (arXiv 2309.00071) and `llama3` divide low frequencies and blend in between. `longrope`
     (arXiv 2402.13753) divides each frequency by its own factor."""
     factor: PositiveFloat
-    """Divisor of low frequencies. With `longrope`, the longest sequence over the original one."""
+    """Divisor of low frequencies. With `longrope`, the ratio of the longest sequence to the original length."""
     original_max_position_embeddings: PositiveInt | None = None
     """Length, in tokens, that the model was first trained for."""
     low_freq_factor: PositiveFloat | None = None
-    """llama3: wavelengths above the original length divided by this are scaled in full."""
+    """llama3: wavelengths above (original length / this number) are scaled in full."""
     high_freq_factor: PositiveFloat | None = None
-    """llama3: wavelengths below the original length divided by this are not scaled."""
+    """llama3: wavelengths below (original length / this number) are not scaled."""
     beta_fast: PositiveFloat = 32.0
-    """yarn: frequencies with more rotations than this within the original length are not scaled."""
+    """yarn: frequencies with more than this number of rotations within the original length are not scaled."""
     beta_slow: PositiveFloat = 1.0
-    """yarn: frequencies with fewer rotations than this within the original length are scaled in full."""
+    """yarn: frequencies with less than this number of rotations within the original length are scaled in full."""
     truncate: bool = True
     """yarn: whether the blended range starts and ends at whole dims."""
     mscale: float | None = None
-    """yarn: with `mscale_all_dim`, the coefficients of the logarithms that make up `attention_factor`."""
+    """yarn: `mscale` and `mscale_all_dim` are coefficients of the logarithms that determine `attention_factor`."""
     mscale_all_dim: float | None = None
     """yarn: see `mscale`."""
     attention_factor: PositiveFloat | None = None
@@ -161,7 +163,7 @@ SCALING_FIELDS: Mapping[str, tuple[str, ...]] = {
     "llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
     "longrope": ("original_max_position_embeddings", "short_factor", "long_factor"),
 }
-"""Fields that each kind of scaling needs beside `factor`."""
+"""Fields that each kind of scaling needs in addition to `factor`."""
 OPTIONAL_SCALING_FIELDS: Mapping[str, tuple[str, ...]] = {
     "yarn": ("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor"),
     "longrope": ("attention_factor",),
@@ -173,8 +175,8 @@ class ModelShape(Settings):
     """Sizes of a decoder-only transformer, and what its layers compute."""
 
     family: str = "llama"
-    """Model family: the name of a registered one, or a file of your own, FILE.py. It decides the tensors, what
-    layers compute by default, and the configuration class of transformers."""
+    """Model family: the name of a registered family, or a file of your own, FILE.py. The family determines the
+    tensors, what layers compute by default, and the configuration class of transformers."""
     vocab_size: Size
     """Rows of the embedding table."""
     hidden_size: Size
@@ -196,16 +198,16 @@ class ModelShape(Settings):
     rope_scaling: RopeScaling | None = None
     """Scaling of the rotary frequencies; null for none."""
     rotary_dim: Size | None = None
-    """Dims of each head that are rotated; null for all."""
+    """Number of dims of each head that are rotated; null for all."""
     unrotated_layers: tuple[Index, ...] = Field(default=(), strict=False)  # YAML has lists, not tuples
     """Layers without rotary embeddings (SmolLM 3)."""
     window: Size | None = None
-    """Tokens that a token of a windowed layer sees, itself included."""
+    """Number of tokens that a token of a windowed layer sees, itself included."""
     windowed_layers: tuple[Index, ...] = Field(default=(), strict=False)
-    """Layers with a sliding window; in all others a token sees every token before it."""
+    """Layers with a sliding window. In all other layers, a token sees every token before it."""
     windowed_rope_theta: PositiveFloat | None = None
-    """Base of the rotary frequencies of windowed layers, which are then not scaled (Gemma 3); null if all layers
-    are alike."""
+    """Base of the rotary frequencies of windowed layers (Gemma 3). These frequencies are not scaled. null if all
+    layers have the same frequencies."""
     norm_eps: PositiveFloat = 1e-5
     """Epsilon inside the norms."""
     tied_embeddings: bool = False
@@ -215,11 +217,11 @@ class ModelShape(Settings):
     mixture: Mixture | None = None
     """Experts of each layer and their router; null for one feed-forward block per layer."""
     layer: LayerOptions | None = None
-    """What layers compute; null for what the family's layers usually compute."""
+    """Options of layers; null for the usual options of the family."""
     lora: LowRank | None = Field(default=None, json_schema_extra=DERIVED)
     """Low-rank adapters of a role (`models.ROLE.lora`); they are not part of its `config.json`."""
     quantised: Quantisation | None = Field(default=None, json_schema_extra=DERIVED)
-    """Byte format of the matrices of layers (`models.ROLE.dtype`); None if they have the same dtype as all else."""
+    """Byte format of the matrices of layers (`models.ROLE.dtype`); None if they have the model's dtype."""
     grown_from: Size | None = Field(default=None, json_schema_extra=DERIVED)
     """Rows of the embedding table in the model's files, if the role adds rows (`models.ROLE.vocab_size`)."""
 
@@ -232,10 +234,10 @@ class ModelShape(Settings):
         return self.model_copy(update={"rope_scaling": scaling.model_copy(update={"long": long})})
 
     def with_layers(self, layers: int) -> "ModelShape":
-        """Copy the shape with another number of layers, about the same share of them windowed.
+        """Copy the shape with another number of layers. About the same share of the layers has a window.
 
-        If only some layers have a window, so do only some of the copy's, if it has more than two: the second has
-        one and the third does not.
+        If only some layers have a window, and the copy has more than two layers, the copy also has layers of both
+        kinds. Its second layer then has a window, and its third layer has none.
         """
         share = len(self.windowed_layers) / self.layers
         count = round(share * layers)
@@ -246,8 +248,8 @@ class ModelShape(Settings):
         return self.model_copy(update={"layers": layers, "windowed_layers": tuple(sorted(order[:count]))})
 
     def layer_kind(self, layer: int) -> tuple[bool, bool]:
-        """Tell whether a layer has a window, and whether it rotates heads; layers that agree in both compute
-        alike."""
+        """Return whether a layer has a window, and whether it rotates heads. Layers that agree in both compute the
+        same."""
         return layer in self.windowed_layers, layer not in self.unrotated_layers
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Sizes of models by the name of a published one or from a `config.json`, and the parameters that tokens meet."""
+"""Sizes of models, by the name of a published model or from a `config.json`, and counts of weights in layers."""
 
 import json
 import re
@@ -15,12 +15,12 @@ from realrl.families.registry import find_layer_options
 from realrl.families.shape import ModelShape
 
 _NAMED = 12
-"""Most names in an error message."""
+"""Maximum number of names in an error message."""
 
 
 @cache
 def _read_file() -> dict[str, Any]:
-    """Read `sizes.json`: per name, the source on the hub, and the settings of its `config.json` that count here."""
+    """Read `sizes.json`: name -> the model's source on the hub, and the settings of `config.json` that count."""
     found: dict[str, Any] = json.loads(
         files("realrl.families").joinpath("sizes.json").read_text(encoding="utf-8")
     )
@@ -67,7 +67,7 @@ def find_shape(source: str, family: str | None = None) -> ModelShape:
             f"{source}: no such file; give a config.json, a directory that holds one, or the name of a"
             " published model such as llama-2-7b"
         )
-    # Another generation, or another size, is another model and not a misspelling.
+    # A name with another generation or size is another model, not a misspelling.
     hint = nearest(source, [name for name in SHAPES if _find_numbers(name) == _find_numbers(source)])
     some = ", ".join([*SHAPES][:_NAMED])
     suffix = (
@@ -86,7 +86,7 @@ def _find_numbers(name: str) -> list[str]:
 def count_layer_weights(shape: ModelShape) -> int:
     """Count the parameters of a layer's matrices that a token is multiplied by.
 
-    Of experts, only those that a token is sent to count.
+    Only the experts that a token is sent to are counted.
     """
     rotated = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
     block = count_block_weights(shape)

@@ -1,4 +1,4 @@
-"""The global tensors of a model, before any rank holds a part of them. No torch."""
+"""The global tensors of a model, before any rank holds a part of them. This module does not import torch."""
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -59,10 +59,10 @@ parameter.
 
 `qkv` holds queries, keys and values. `gate_up` holds gate and up, or only up if the block has no gate. In a
 mixture, `router` has one row per expert; `experts_gate_up` holds gate and up of the first expert, then of the
-second, and so on, and `experts_down` likewise. `positions` are learned position vectors. `sinks` are extra
-attention scores, one per query head. Norms apply to the input of a block, post norms to its output. `scalar_head`
-gives a reward model or critic its numbers. The last entries are adapters of matrices (`families/adapters.py`) and
-scales of quantised ones (`families/quantisation.py`).
+second, and so on, and `experts_down` has the same order. `positions` are learned position vectors. `sinks` are
+extra attention scores, one per query head. Norms apply to the input of a block, post norms to its output.
+`scalar_head` computes the output of a reward model or critic. The last entries are adapters of matrices
+(`families/adapters.py`) and scales of quantised matrices (`families/quantisation.py`).
 """
 
 Quantisation = Literal["int8", "fp8"]
@@ -73,7 +73,7 @@ class Units(StrEnum):
     """Units that ranks divide among themselves when they cut a dim of a tensor."""
 
     VOCABULARY = "vocabulary"
-    """Token ids; each rank allocates the same number of rows, so the last ranks may have padding."""
+    """Token ids. Each rank allocates the same number of rows, so the last ranks may have padding."""
     QUERY_HEADS = "query heads"
     """`head_dim` elements per query head."""
     HEADS = "heads"
@@ -110,14 +110,14 @@ class Init(StrEnum):
 
 
 class Partial(StrEnum):
-    """When a TP rank computes only part of the gradient of a tensor that all TP ranks hold, so that parts must be
-    summed."""
+    """When a TP rank computes only a part of the gradient of a tensor that all TP ranks hold. The parts must then
+    be summed."""
 
     NEVER = "never"
     SEQUENCE_PARALLEL = "sequence parallel"
     """Only with sequence parallelism, because each rank then applies the tensor to its own tokens alone."""
     TENSOR_PARALLEL = "tensor parallel"
-    """Always: what the tensor computes goes into the rank's own part of a matrix, of the heads or of the
+    """Always, because the tensor's results only go into the rank's own part of a matrix, of the heads or of the
     experts."""
 
 
@@ -179,8 +179,8 @@ class TensorSpec:
     stored: Stored | None = None
     """Where files hold the tensor; None if a file tensor has the same name and shape."""
     quantised: Quantisation | None = None
-    """Byte format of a quantised matrix, also stated on the tensor of its scales; None for numbers of the model's
-    dtype."""
+    """Byte format of a quantised matrix. The tensor of its scales has the same value. None for numbers of the
+    model's dtype."""
 
     @property
     def file_name(self) -> str:
@@ -217,8 +217,9 @@ class StoredRows:
     def describe(
         self, spec: TensorSpec, ending: str = "", *, transposed: bool = False, stack: int | None = None
     ) -> TensorSpec:
-        """Record in `spec` that these rows hold it, unless its name and shape already say so. `stack` is the
-        number of experts if the file tensor stacks one matrix per expert; None if it is a single matrix."""
+        """Record in `spec` that these file rows hold it, unless a file tensor with its name and shape does.
+        `stack`: number of experts if the file tensor stacks one matrix per expert; None if it is a single
+        matrix."""
         name = f"{self.name}{ending}"
         if name == spec.name and self.order is None and not transposed:
             return spec

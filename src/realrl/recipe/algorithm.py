@@ -25,7 +25,7 @@ class RoleSpec:
     """Role that supplies path or shape, and tokenizer. None if the recipe must name the source of weights
     itself."""
     dtype_from: str | None = None
-    """Role that supplies the dtype; `weights_from` if None."""
+    """Role that supplies the dtype. None stands for `weights_from`."""
     weights_else: str | None = None
     """Role that replaces `weights_from` in recipes without that role."""
     optional: bool = False
@@ -66,8 +66,8 @@ class AlgorithmSpec:
     """The roles of `recipe.models`. The training graph uses all of them, except optional roles that a recipe
     leaves out."""
     form: str
-    """Form of its records, one of `recipe.forms.FORMS`. Records of this form yield the keys that no call
-    produces."""
+    """Form of the algorithm's records, one of `recipe.forms.FORMS`. Records of this form yield the keys that no
+    call produces."""
     train_graph: Callable[[Any], DataflowGraph]
     """Builds the calls of a training step, including mini-batches."""
     eval_graph: Callable[[Any], DataflowGraph] | None
@@ -76,7 +76,7 @@ class AlgorithmSpec:
     """Returns the sampling settings of training, from the recipe's section `generation`; None without
     generation."""
     methods: Callable[[Any, DataflowGraph, DataflowGraph | None], Any]
-    """Creates an `realrl.algorithms.Algorithm` from a recipe, its training graph and its evaluation graph. Only
+    """Creates a `realrl.algorithms.Algorithm` from a recipe, its training graph and its evaluation graph. Only
     this function may import torch."""
     headlines: tuple[str, ...]
     """Metrics shown on the terminal, as `call/name`."""
@@ -92,14 +92,14 @@ class AlgorithmSpec:
     Generation computes the prompt only once for samples that it decodes together. Evaluation uses
     `evaluation.samples` instead."""
     sampling_rounds: Callable[[Any], int] = _one
-    """Maximum sampling rounds of a training step. Each further round replaces the prompts whose samples all have
-    the same `score`. This key has one number per item (dynamic sampling, DAPO)."""
+    """Maximum sampling rounds of a training step (dynamic sampling, DAPO). Each further round replaces the prompts
+    whose samples all have the same `score`. The graph must have the key `score`, with one number per item."""
     epochs: Callable[[Any], int] = _one
     """Number of passes of train calls over the items of a step."""
     experience_calls: tuple[str, ...] = ()
     """Train calls whose `prepare` computes experience like PPO: rewards with a KL penalty, and advantages or
-    returns by GAE. The planner adds the measured time of this computation. It assumes that other train calls
-    prepare in no time."""
+    returns by GAE. The planner adds the measured time of this computation. For all other train calls, it assumes
+    that `prepare` takes no time."""
     trains: bool = True
     """Whether steps train. False for an algorithm that only samples; planning then still uses its training
     graph."""
@@ -224,7 +224,7 @@ class AlgorithmSpec:
 
     @property
     def given_functions(self) -> dict[str, Callable[..., Any]]:
-        """The functions that were given, by their fields."""
+        """Functions in the description, by field, without default functions."""
         fields = {field: getattr(self, field) for field in _FUNCTIONS}
         return {field: value for field, value in fields.items() if value is not None and value is not _one}
 
@@ -251,7 +251,7 @@ class AlgorithmSpec:
         return sorted(roles, key=lambda role: roles[role].weights_from is not None)
 
     def eval_generation(self, experiment: Experiment) -> GenerationConfig | None:
-        """Return the sampling settings of evaluation: those of training, changed by the section `evaluation`."""
+        """Return the sampling settings of evaluation: the settings of training with changes from `evaluation`."""
         return None if self.generation is None else experiment.evaluation.change(self.generation(experiment))
 
 
@@ -268,7 +268,7 @@ SAMPLE_FIELDS = (
     "against_score",
     "against_judge",
 )
-"""Fields that the samples of evaluations may have with every algorithm. Those after `finished` depend on the
+"""Fields that the samples of evaluations may have with every algorithm. The fields after `finished` depend on the
 recipe's section `evaluation`."""
 
 _FUNCTIONS = {

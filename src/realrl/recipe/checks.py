@@ -17,7 +17,7 @@ from realrl.recipe.model import ModelConfig, TrainedModelConfig
 def complete(experiment: Experiment, spec: AlgorithmSpec) -> Experiment:
     """Connect a recipe with its algorithm, and fill in the source of each role's weights.
 
-    Raises UserError with all mistakes in the recipe. Mistakes in its graphs are reported only if there are none.
+    Raises UserError with all mistakes in the recipe. Mistakes in its graphs are only reported if it has no others.
     """
     models, filled = experiment.models, {}
     for role, of in spec.roles_of(experiment).items():
@@ -142,7 +142,7 @@ def _graph_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[st
         if name not in {*trained, *spec.optional_calls}:
             yield f"algorithm {spec.name}: experience_calls: {name}: train_graph has no such train call"
     for minibatches in sorted({call.minibatches for call in graph.calls}):
-        # Counted in prompts, so that all samples of a prompt are in one mini-batch.
+        # Mini-batches are counted in prompts, so that all samples of a prompt are in one mini-batch.
         if batch % minibatches:
             calls = join([call.name for call in graph.calls if call.minibatches == minibatches])
             yield (

@@ -35,7 +35,7 @@ class DataConfig(Settings):
     """Maximum length of prompt and answer together, in tokens."""
     max_prompt_tokens: PositiveInt = 512
     """Maximum length of a prompt in tokens. The prompt is everything before the first answer to train on. If
-    `max_tokens` is less than the default, it is the limit."""
+    `max_tokens` is below the default of this setting, the default is `max_tokens`."""
     on_error: Literal["fail", "skip"] = "fail"
     """What to do with a malformed record. Skipped records are counted and reported."""
     on_too_long: Literal["fail", "skip", "keep_start", "keep_end"] | None = None
@@ -58,8 +58,8 @@ class DataConfig(Settings):
     max_pairs_per_prompt: PositiveInt = 8
     """Maximum number of pairs from one record with `pos_answers` and `neg_answers`."""
     pair_weight: Literal["pair", "prompt"] = "pair"
-    """What has equal weight: every `pair`, or every `prompt`. With `prompt`, each of the n pairs of a record has
-    weight 1/n."""
+    """`pair` gives every pair the same weight. `prompt` gives every prompt the same weight, so each of the n pairs
+    of a record has weight 1/n."""
     shuffle: bool = True
     """Shuffle records, depending on the seed; false keeps their order."""
 

@@ -37,9 +37,9 @@ def describe_settings(
 ) -> str:
     """Write commented YAML of a settings class: each field with its meaning, its type, and its value.
 
-    A value is the one in `given`, or the default. Sections that are null by default are commented out. If a section
+    A value comes from `given`, or is the default. Sections that are null by default are commented out. If a section
     appears again, a comment refers to its first place. `section`: dotted path of the only section to show, inside
-    its parents; UserError if it does not exist. `common`: show only common settings.
+    its parents. Raises UserError if it does not exist. `common`: show only common settings.
     """
     wanted = set(list_paths(cls))
     if section is not None:
@@ -74,8 +74,8 @@ class _Lines:
         """`given`: values by dotted path. `wanted`: dotted paths to show."""
         self._given, self._wanted = given, wanted
         self._shown: dict[type[Settings], tuple[str, dict[str, Any]]] = {}
-        """For each class: where it was shown, and the defaults that differed there from the defaults of the
-        class."""
+        """Class -> dotted path under which it was shown, and the defaults there that differed from the class's
+        defaults."""
 
     def describe(
         self, cls: type[Settings], section: Settings | None = None, prefix: str = ""

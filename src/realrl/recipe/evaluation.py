@@ -12,11 +12,11 @@ from realrl.config.user_code import FunctionReference
 from realrl.recipe.generation import GenerationConfig
 
 JUDGE = "judge"
-"""Metric of evaluations that have `evaluation.judge`: the mean score."""
+"""Metric of evaluations with `evaluation.judge`: the judge's mean score."""
 WIN_RATE = "win_rate"
-"""Metric of evaluations that have `evaluation.against`, by rewards."""
+"""Metric of evaluations with `evaluation.against`: the win rate by rewards."""
 JUDGE_WIN_RATE = "judge_win_rate"
-"""Metric of evaluations that have both: the win rate by the scores of `evaluation.judge`."""
+"""Metric of evaluations with `evaluation.against` and `evaluation.judge`: the win rate by the judge's scores."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,12 @@ class AnswerReader:
     """Key of the evaluation graph with the score of each answer: 1 if it is right. Equal answers have equal
     scores."""
     read: Callable[[str], str | None]
-    """Returns the answer in a completion as text, the same text for equal answers. None without an answer."""
+    """Returns the answer in a completion as text. Equal answers have the same text. None if there is no answer."""
 
 
 class BestConfig(Settings):
-    """The metric that decides which evaluation is best. Its trained models are kept in RUN_DIR/best."""
+    """The metric that decides which evaluation is best. The trained models of this evaluation are kept in
+    RUN_DIR/best."""
 
     metric: str
     """Name of a metric of evaluations: `call/name` as in metrics.jsonl, or `pass@1`, `majority@8`, `win_rate`,
@@ -53,7 +54,7 @@ class EvaluationConfig(Settings):
     text."""
     min_new_tokens: NonNegativeInt | None = None
     """Value for evaluation instead of `generation.min_new_tokens`; null for the same value. If training forbids
-    early ends, 0 evaluates the model as it will be used."""
+    early ends, 0 evaluates the model without this restriction, as in later use."""
     greedy: bool | None = None
     """Value for evaluation instead of `generation.greedy`; null for the same value."""
     temperature: float | None = Field(default=None, ge=0.01, le=100)

@@ -154,7 +154,7 @@ class Experiment(Settings):
         return longest, "data.max_prompt_tokens + generation.max_new_tokens"
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Copy the recipe with other values of some fields, and drop what was derived from the old values."""
+        """Copy the recipe with other values of some fields, and drop cached properties of the old values."""
         copied = super().model_copy(update=update, deep=deep)
         for name in ("model_configs", "graph", "eval_graph"):
             copied.__dict__.pop(name, None)

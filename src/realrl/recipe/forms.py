@@ -1,6 +1,6 @@
 """Forms of records: their fields, and the keys of a dataflow graph that they yield.
 
-`data/record_forms.py` reads them.
+`data/record_forms.py` reads records of these forms.
 """
 
 from collections.abc import Collection, Mapping

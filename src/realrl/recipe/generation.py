@@ -24,25 +24,25 @@ class GenerationConfig(Settings):
     max_new_tokens: int = Field(default=128, gt=0, le=10**7)
     """Maximum tokens of an answer. Generation stops here even without an end-of-sequence token."""
     min_new_tokens: NonNegativeInt = 0
-    """Minimum tokens of an answer. End-of-sequence tokens are not sampled before."""
+    """Minimum tokens of an answer. Before this number is reached, no end-of-sequence token is sampled."""
     stop_token_ids: tuple[TokenId, ...] | None = Field(
         default=None, min_length=1, strict=False
     )  # YAML has lists
-    """Ids of the tokens that end a sequence. null uses those of the tokenizer and of the model's
+    """Ids of the tokens that end a sequence. null uses the ids of the tokenizer and of the model's
     `generation_config.json` or `config.json`. An answer includes the token that ends it."""
     ignore_eos: bool = False
-    """Whether no token ends a sequence. It then continues to `max_new_tokens` or a stop string."""
+    """Whether no token ends a sequence. A sequence then continues to `max_new_tokens` or a stop string."""
     stop: Annotated[tuple[StopString, ...], BeforeValidator(_listed)] = Field(default=(), strict=False)
     """Texts that end an answer when they appear in it, such as ["\\n\\n", "Question:"]. The answer's text ends
     before the stop string. Its sampled tokens are kept up to the token that completes the stop string."""
     temperature: float = Field(default=1.0, ge=0.01, le=100)
-    """Logits are divided by this. Sampler and trainer compute log-probabilities at the same temperature, over the
-    whole vocabulary. Below 0.01, only the most likely token would be sampled, and gradients would explode; set
-    `greedy` instead."""
+    """Number that logits are divided by. Sampler and trainer compute log-probabilities at the same temperature,
+    over the whole vocabulary. Below 0.01, only the most likely token would be sampled, and gradients would explode;
+    set `greedy` instead."""
     top_k: NonNegativeInt = 0
     """Sample among the k most likely tokens; 0 for all."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Sample among the most likely tokens that together have this probability."""
+    """Sample among the most likely tokens whose probabilities add up to this number."""
     greedy: bool = False
     """Take the most likely token instead of sampling."""
 

@@ -39,7 +39,7 @@ def load_experiment(path: str, overrides: Sequence[str] = ()) -> Experiment:
 
 
 def _find_code(settings: Any, folder: Path, seen: set[int]) -> None:
-    """Make paths of code absolute if the files are beside the recipe, in `folder`, and not in the current
+    """Make paths of code absolute if the files are in `folder`, the recipe's directory, and not in the current
     directory.
 
     Sections that are repeated or recursive are visited once.

@@ -33,10 +33,9 @@ class ModelConfig(Settings):
     """FILE.py with your own model family. null if `config.json` or the shape names a registered family."""
     shape: ModelShape | None = Field(
         default=None,
-        description="Sizes of a model to initialise from scratch, when there is no `path`: each of them, a Hugging"
-        " Face `config.json` or a directory that holds one, or the name of a published model. Names are "
-        + ", ".join(SHAPES)
-        + ".",
+        description="Sizes of a model to initialise from scratch, if there is no `path`. Give a section with all"
+        " sizes, a Hugging Face `config.json`, a directory that holds one, or the name of a published model. Names"
+        " are " + ", ".join(SHAPES) + ".",
     )
     tokenizer: PathOrName | None = None
     """Tokenizer directory or hub name; by default `path`."""

@@ -244,5 +244,4 @@ OTHER_NAMES: Mapping[str, OtherName] = MappingProxyType(
         "tensor_parallel_size": _name("plan", about=_PLAN),
     }
 )
-"""Our setting for each setting of another tool. Keys are the last parts of the other name, enough to identify
-it."""
+"""Name of a setting in another tool -> our setting. Of a dotted name, only the last parts are given."""

@@ -1,4 +1,4 @@
-"""Registry of algorithms: installed ones by name, and those of users by file or module."""
+"""Registry of algorithms: installed algorithms by name, and users' own algorithms by file or module."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -50,7 +50,7 @@ def list_algorithms() -> list[str]:
 
 
 def find_algorithm(reference: Any) -> tuple[AlgorithmSpec, str]:
-    """Find the description for a recipe's `algorithm`: an installed one, or the `ALGORITHM` of a file or module.
+    """Find the description for a recipe's `algorithm`: an installed name, or a file or module with `ALGORITHM`.
 
     Also returns the reference, in which the path of a file is absolute. Raises UserError with the known algorithms
     if there is none, and UserCodeError if code cannot be imported.

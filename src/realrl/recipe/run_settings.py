@@ -21,14 +21,14 @@ class CheckpointConfig(Settings):
     of steps."""
 
     every: PositiveInt | None = None
-    """Training steps between checkpoints; null writes none by steps."""
+    """Number of training steps between checkpoints. null writes no checkpoints by steps."""
     minutes: float | None = Field(default=15.0, gt=0, le=1e5)
-    """Minutes between checkpoints; null writes none by time."""
+    """Minutes between checkpoints. null writes no checkpoints by time."""
     keep: PositiveInt = 2
     """Number of latest checkpoints to keep. An old checkpoint is deleted only after its successor is complete."""
     keep_best: NonNegativeInt = 0
-    """Number of additional checkpoints to keep: those with the best values of `evaluation.best`. If an evaluation
-    is among the best, a checkpoint is written."""
+    """Number of additional checkpoints to keep, namely the checkpoints with the best values of `evaluation.best`.
+    If an evaluation is among the best, a checkpoint is written."""
     export: bool = False
     """Also write the trained models into each checkpoint as Hugging Face directories, one per role, such as
     step-000100/actor. `realrl export RUN_DIR` can write them later."""

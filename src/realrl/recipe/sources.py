@@ -43,7 +43,7 @@ def is_glob(source: str) -> bool:
 
 
 def make_source_absolute(source: str) -> str:
-    """Make the path of a source absolute: an existing path, a glob, or `DIR:SPLIT`. Names of hub data sets stay."""
+    """Make an existing path, a glob or `DIR:SPLIT` absolute. Names of data sets on the hub stay unchanged."""
     name, split = split_source(source)
     if name and not os.path.exists(local_path(source)):
         return f"{make_absolute(name)}:{split}"
@@ -100,7 +100,7 @@ def _read_entry(entry: Any) -> RecordSource:
 
 
 def _check(value: Any) -> Any:
-    """Check the sources and make their paths absolute. A text, list or mapping stays what it is."""
+    """Check the sources and make their paths absolute. A text stays a text, a list a list, a mapping a mapping."""
     listed = list_sources(value)
     # Check again, because two different texts may name the same file.
     list_sources([make_source_absolute(source.path) for source in listed])

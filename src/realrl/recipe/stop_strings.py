@@ -1,4 +1,4 @@
-"""Find stop strings, which are texts that end an answer, in its tokens. Does not import torch."""
+"""Find stop strings, which are texts that end an answer, in its tokens. This module does not import torch."""
 
 from collections.abc import Sequence
 from typing import Any, Self
@@ -58,8 +58,8 @@ class StopStrings:
         return text[: self._find(tokens)]
 
     def _find(self, tokens: Sequence[int]) -> int | None:
-        """Find where the first stop string begins that the last token of an answer completes; None if there is
-        none."""
+        """Find the start of the first stop string that is completed by the last token of an answer; None if there
+        is none."""
         if len(tokens) <= self._least:
             return None
         before = len(self._decode(tokens[:-1]).rstrip(_INCOMPLETE))

@@ -36,7 +36,7 @@ class TrainingConfig(Settings):
     spike: SpikeConfig | None = None
     """Go back after a metric rises far above its usual values; null for never."""
     max_skipped: PositiveInt = 10
-    """An optimizer step is skipped if its gradient is not finite. This is the maximum number of consecutive steps
-    that a call may skip. The run also stops after as many consecutive training steps that each skipped some. A run
-    ends with an error if its last training step skipped all optimizer steps, or if every training step skipped
-    some."""
+    """Maximum number of consecutive optimizer steps that a call may skip. An optimizer step is skipped if its
+    gradient is not finite. The run also stops after as many consecutive training steps that each skipped an
+    optimizer step. A run ends with an error if its last training step skipped all optimizer steps, or if every
+    training step skipped an optimizer step."""

@@ -1,4 +1,7 @@
-"""What an algorithm gives the engine: a method per call, in tensors alone. A method knows nothing about devices."""
+"""Interface between an algorithm and the engine: the algorithm has one method for each call of its graphs.
+
+A method computes with tensors, and does not know which devices they are on.
+"""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,12 +21,13 @@ Sum = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class ModelOutput:
-    """What a model computes for packed sequences with T tokens in total; `lengths` has one entry per sequence.
+    """Output of a model for packed sequences with T tokens in total; `lengths` has one entry per sequence.
 
-    logprobs: [T], from a language-model head: log p(token t | tokens before t) at the sampling temperature, and 0
-    at the first token of each sequence. entropy: [T], without gradient. values: [T], from a scalar head.
-    candidates: [T, k] int64 ids of the call's `candidates` at each position. candidate_logprobs: [T, k] their
-    log-probabilities given the tokens before t, and 0 at the first token of each sequence.
+    logprobs: [T] log p(token t | tokens before t) at the sampling temperature, and 0 at the first token of each
+    sequence. entropy: [T] entropy of the same distributions, without gradient. A language-model head computes
+    logprobs and entropy. values: [T] numbers from a scalar head. candidates: [T, k] int64 ids of the tokens that
+    the call's `candidates` select at each position. candidate_logprobs: [T, k] log-probabilities of these tokens
+    given the tokens before t, and 0 at the first token of each sequence.
     """
 
     lengths: tuple[int, ...]
@@ -36,10 +40,10 @@ class ModelOutput:
 
 @dataclass
 class Metrics:
-    """Weighted means and maxima, which add up over micro-batches and ranks.
+    """Weighted means and maxima, which are combined over micro-batches and ranks.
 
     means: name -> (sum, weight); maxima: name -> value. All are zero-dimensional tensors without gradient. Every
-    data-parallel rank of a call must report the same names in the same order; a rank with nothing to add gives
+    data-parallel rank of a call must report the same names in the same order. A rank with nothing to add reports
     weight 0.
     """
 
@@ -47,11 +51,11 @@ class Metrics:
     maxima: dict[str, Tensor] = field(default_factory=dict)
 
     def mean(self, name: str, total: Tensor, weight: Tensor | float) -> None:
-        """Add `total` out of `weight` to a mean."""
+        """Add values to the mean `name`: their weighted sum `total`, and the sum `weight` of their weights."""
         total = total.detach().double()
         if isinstance(weight, Tensor):
             weight = weight.to(total.device, torch.float64)
-        else:  # filled in on the device: a copy would make the host wait for it
+        else:  # filled on the device, because the host would wait for a copy
             weight = torch.full((), weight, dtype=torch.float64, device=total.device)
         if name in self.means:
             old_total, old_weight = self.means[name]
@@ -59,7 +63,7 @@ class Metrics:
         self.means[name] = (total, weight)
 
     def max(self, name: str, value: Tensor) -> None:
-        """Raise a maximum to at least `value`."""
+        """Update the maximum `name` by `value`."""
         value = value.detach().double()
         self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
 
@@ -99,7 +103,7 @@ class GenerateMethod:
 
     sampling: GenerationConfig
     eval_sampling: GenerationConfig
-    """Sampling of evaluation steps."""
+    """Sampling settings of evaluation steps."""
     prompts: str = "prompts"
 
     def sampling_of(self, *, evaluation: bool) -> GenerationConfig:
@@ -132,32 +136,32 @@ class TrainMethod(Protocol):
 
     @property
     def head_scale(self) -> float:
-        """Factor of the scalar head's learning rate: 1, unless its outputs have a scale of their own.
+        """Factor of the scalar head's learning rate. It is 1 unless the head's outputs have a scale of their own.
 
-        Read after `prepare`.
+        The engine reads this property after `prepare`.
         """
 
     def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
-        """Add what the loss needs to the items of this rank. Called once per step.
+        """Add the fields that the loss needs to the items of this rank. Called once per step.
 
-        Other samples of a prompt may be on other ranks; `rows.gather_samples` collects one value of all of them.
+        Other samples of a prompt may be on other ranks. `rows.gather_samples` collects one value from each of them.
         """
 
     def sequences(self, batch: Batch) -> Ragged:
         """Select the token rows that the model runs on: the same number of consecutive rows for every item."""
 
     def weight(self, batch: Batch) -> float:
-        """Weigh the loss terms of these items, for example by their number.
+        """Return the total weight of these items in the loss, for example their number.
 
-        The engine divides the loss by the total weight of all ranks. A mini-batch of weight 0 makes no optimizer
-        step.
+        The engine divides the loss of a mini-batch by its total weight over all ranks. A mini-batch of weight 0
+        makes no optimizer step.
         """
 
     def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
         """Sum the loss terms of a micro-batch to a scalar, and compute its metrics."""
 
     def stop(self, metrics: dict[str, float]) -> bool:
-        """Decide from a mini-batch's global metrics whether to drop its gradient and the rest of the call.
+        """Decide from a mini-batch's global metrics whether to drop its gradient and skip all later mini-batches.
 
         Called on every rank after the losses of each mini-batch, before its update.
         """
@@ -170,7 +174,7 @@ class TrainMethod(Protocol):
 class FunctionInput:
     """Input of a function call: the items of one rank.
 
-    `prefix` is that of the keys `sequences`, `prompt_length`.
+    The argument `prefix` of its methods is the prefix of the keys `sequences` and `prompt_length`.
     """
 
     batch: Batch
@@ -183,7 +187,7 @@ class FunctionInput:
     origins: Sequence[str] = ()
     """Source of each item's record, FILE:LINE; empty if unknown."""
     samples: int = 1
-    """Samples per prompt in the step."""
+    """Number of samples per prompt in the step."""
     stop: StopStrings | None = None
     """Stop strings of the step's answers, if any."""
 
@@ -219,13 +223,16 @@ class FunctionInput:
 
 
 class FunctionMethod(Protocol):
-    """Method of a `function` call, which runs on the host in a thread beside other calls of its rank."""
+    """Method of a `function` call. It runs on the host in a separate thread, while the rank runs other calls."""
 
     def load(self) -> None:
-        """Get ready, on each rank that calls it and before models load. Raises UserError if it cannot."""
+        """Prepare the function, on each rank that calls it, before models load. Raises UserError if that fails."""
 
     def wants(self, field: str) -> bool:
-        """Whether the function reads an extra column of the records. Columns that no function wants are dropped."""
+        """Return whether the function reads the extra column `field` of the records.
+
+        Columns that no function wants are dropped.
+        """
 
     def check_fields(self, source: str, fields: Collection[str]) -> None:
         """Check, after `load`, that a source has the columns that the function needs. Raises UserError if not."""
@@ -239,13 +246,13 @@ class FunctionMethod(Protocol):
 
 @runtime_checkable
 class StatefulMethod(Protocol):
-    """A function's method that keeps state from step to step."""
+    """Method of a `function` call that keeps state from step to step."""
 
     def state_dict(self) -> Any:
         """Return the state as JSON values; None if there is none."""
 
     def load_state_dict(self, state: Any) -> None:
-        """Restore the state that this rank saved; on another number of ranks, that of the first rank."""
+        """Restore the state that this rank saved or, if the number of ranks changed, the first rank's state."""
 
 
 Method = GenerateMethod | InferenceMethod | TrainMethod | FunctionMethod
@@ -256,7 +263,7 @@ class Algorithm(Protocol):
 
     graph: DataflowGraph
     eval_graph: DataflowGraph | None
-    """Runs on evaluation records, with roles of `graph`."""
+    """Graph that runs on evaluation records. All its roles are also in `graph`. None for no evaluation."""
     temperature: float
     """Temperature of all log-probabilities."""
 
@@ -278,7 +285,7 @@ class Algorithm(Protocol):
 
 
 class StatelessAlgorithm:
-    """Algorithm of graphs and a table of methods. It has no state and no notes."""
+    """Algorithm that consists of its graphs and a table of methods, without state or notes."""
 
     def __init__(
         self,
@@ -305,7 +312,7 @@ class StatelessAlgorithm:
 
 
 class PlainInference:
-    """Default of an inference method: it reports nothing."""
+    """Base of inference methods that report no metrics."""
 
     def metrics(self, batch: Batch) -> Metrics:
         return Metrics()

@@ -1,4 +1,4 @@
-"""Packed rows of a batch: answers within sequences, ends of rows, pairs, and the samples of each prompt."""
+"""Functions on packed rows of a batch: answers within sequences, ends of rows, pairs, and samples of a prompt."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,9 +15,10 @@ from realrl.data.batch import Batch, Ragged, copy_numbers
 class Responses:
     """The A answer tokens in N packed sequences with T tokens in total.
 
-    index: [A] ascending positions among the T tokens. An answer never starts a sequence, so `index - 1` is the
-    token before it in the same sequence. row: [A] the sequence of each token. column: [A] the number of answer
-    tokens before it in its sequence. counts: [N] answer tokens per sequence.
+    index: [A] ascending positions of the answer tokens among the T tokens. An answer never starts a sequence, so
+    `index - 1` is always in the same sequence. row: [A] number of the sequence that holds each answer token.
+    column: [A] number of answer tokens before it in its sequence. counts: [N] answer tokens per sequence. lengths:
+    N numbers of tokens.
     """
 
     index: Tensor
@@ -30,7 +31,7 @@ class Responses:
     def of(cls, sequences: Ragged, prompt_length: Ragged, *, kept: Tensor | None = None) -> "Responses":
         """Find the answers. sequences: N rows of tokens; prompt_length: N rows of one number.
 
-        kept: [N] nonzero for sequences that count; the others get no answer tokens. None keeps all.
+        kept: [N] nonzero for sequences that count. All other sequences get no answer tokens. None keeps all.
         """
         device = sequences.values.device
         lengths = copy_numbers(sequences.lengths, device)
@@ -47,7 +48,7 @@ class Responses:
 
     @classmethod
     def find(cls, batch: Batch) -> "Responses":
-        """Find the answers in `sequences`: those that the field `kept` marks or, without that field, all."""
+        """Find the answers in `sequences`. If there is a field `kept`, only the answers that it marks count."""
         kept = batch["kept"].values if "kept" in batch.fields else None
         return cls.of(batch["sequences"], batch["prompt_length"], kept=kept)
 
@@ -61,7 +62,7 @@ class Responses:
         return row_sums(values, self.row, len(self.lengths))
 
     def pad(self, values: Tensor) -> Tensor:
-        """Put each answer into a row of its own, with zeros behind it. values: [A] -> [N, longest answer]"""
+        """Put each answer into its own row, and fill the row with zeros. values: [A] -> [N, longest answer]"""
         width = int(self.counts.max()) if len(self.lengths) else 0
         out = values.new_zeros(len(self.lengths), width)
         out[self.row, self.column] = values
@@ -72,7 +73,7 @@ class Responses:
         return padded[self.row, self.column]
 
     def spread(self, values: Tensor) -> Ragged:
-        """Fill rows as long as the sequences, with 0 on the prompts. values: [A] -> values [T]"""
+        """Make rows as long as the sequences, with `values` on the answers and 0 on the prompts. [A] -> [T]"""
         out = values.new_zeros(sum(self.lengths))
         out[self.index] = values
         return Ragged(out, self.lengths)
@@ -95,14 +96,14 @@ def last_of_rows(values: Tensor, lengths: Sequence[int]) -> Tensor:
 def interleave(batch: Batch, keys: Sequence[str]) -> Ragged:
     """Put the rows of each item next to each other, in the order of `keys`.
 
-    Rows of one item stay in one micro-batch.
+    So all rows of an item stay in one micro-batch.
     """
     items = zip(*(batch[key].rows() for key in keys), strict=True)
     return Ragged.of((row for item in items for row in item), dtype=batch[keys[0]].values.dtype)
 
 
 def add_answer_means(metrics: Metrics, batch: Batch) -> None:
-    """Add the mean answer length and the share of finished answers."""
+    """Add the mean answer length in tokens and the share of finished answers to `metrics`."""
     metrics.mean("response_tokens", Responses.find(batch).counts.sum(), len(batch))
     metrics.mean("finished", batch["finished"].values.double().sum(), len(batch))
 
@@ -116,19 +117,19 @@ def pair_rows(batch: Batch) -> Ragged:
 
 
 def pair_weights(batch: Batch) -> Tensor:
-    """Weigh each pair so that all pairs of a prompt count as one. [N] float64"""
+    """Compute a weight for each pair, so that all pairs of a prompt together count as one. [N] float64"""
     return 1 / batch["pairs_of_prompt"].values.double()
 
 
 def add_pair_means(metrics: Metrics, batch: Batch, **values: Tensor) -> None:
-    """Add weighted means over pairs. values: [N] each"""
+    """Add the weighted mean over pairs of each of `values` to `metrics`. values: [N] each"""
     weights = pair_weights(batch)
     for name, of in values.items():
         metrics.mean(name, (of.double() * weights).sum(), weights.sum())
 
 
 def rate_order(difference: Tensor) -> Tensor:
-    """Rate comparisons by their difference: 1 if positive, 0 if negative, 0.5 for a tie. Any shape -> float64"""
+    """Rate each difference: 1 if it is positive, 0 if negative, 0.5 for a tie. Any shape -> the same, float64"""
     return (difference > 0).double() + 0.5 * (difference == 0).double()
 
 
@@ -138,9 +139,10 @@ def rate_order(difference: Tensor) -> Tensor:
 def gather_samples(values: Tensor, ids: Sequence[int], *, prompts: int, samples: int, dp_sum: Sum) -> Tensor:
     """Gather one value per item of a step, one row per prompt: [prompts, samples] float64, equal on every rank.
 
-    values: [N] of this rank's items `ids`, as `TrainMethod.prepare` gets them. Item i is sample i % `samples` of
-    prompt i // `samples`. Ranks add up tables with zeros for items of other ranks, so the result is exact and does
-    not depend on where items are. Raises UserError, on every rank, unless the items of all ranks are exactly these
+    values: [N], one for each item of this rank. ids: numbers of these items, from the batch that
+    `TrainMethod.prepare` gets. Item i is sample i % `samples` of prompt i // `samples`. Each rank fills a table
+    with zeros for items of other ranks, and the tables are added up. So the result is exact, and does not depend on
+    which rank holds an item. Raises UserError, on every rank, unless the items of all ranks are exactly these
     samples.
     """
     items = prompts * samples
@@ -160,7 +162,10 @@ def gather_samples(values: Tensor, ids: Sequence[int], *, prompts: int, samples:
 
 
 def _describe_mistake(counts: Tensor, beyond: int, prompts: int, samples: int) -> str:
-    """Describe how the items of a step differ from `samples` of each prompt. counts: [prompts * samples]"""
+    """Describe missing, repeated and unknown items of a step.
+
+    counts: [prompts * samples] how often each item occurs; beyond: number of items outside this range
+    """
     problems = []
     for what, wrong in (("missing", counts == 0), ("repeated", counts > 1)):
         found = wrong.nonzero().flatten().tolist()

@@ -1,4 +1,4 @@
-"""Scores of single samples, and time limits on code that may never return. No torch."""
+"""Scores of single samples, and time limits on code that may never return. This module does not import torch."""
 
 import threading
 import time
@@ -11,16 +11,20 @@ from typing import Any, TypeVar, cast
 from realrl.config.errors import UserCodeError, UserError, join
 
 SKIPPED = float("nan")
-"""Score, in keys, of a sample without one: the loss and all means leave it out."""
+"""Number in the key `score` for a sample without a score. The loss and all means leave this sample out."""
 NOT_APPLICABLE = float("-inf")
-"""Score of a mixture's term that does not apply to a sample; the other terms alone score it."""
+"""Score of a mixture's term that does not apply to a sample. Only the other terms then score the sample."""
 
 
 class UnscoredError(UserCodeError):
-    """No answer of a step has a score. Training does not know the rewards; the worker names them."""
+    """No answer of a step has a score.
+
+    A train method raises this error without arguments, because it does not know the rewards. The worker adds their
+    names.
+    """
 
     def __init__(self, scorers: Sequence[str] = (), answers: int = 0, step: int = 0) -> None:
-        """`scorers`: functions that gave no score to any of the `answers` of a step (counted from 1)."""
+        """`scorers`: rewards that scored none of the answers. `answers`: their number. `step` counts from 1."""
         which = join(scorers) if scorers else "the reward"
         of = f"all {answers} answers of step {step}" if step else "all answers of the step"
         super().__init__(
@@ -35,9 +39,9 @@ class RewardFailure:
     """Why a sample's reward could not be computed."""
 
     reason: str
-    """Continues a message that starts with the name of the reward."""
+    """Text that follows the name of the reward in an error message."""
     trace: str = ""
-    """Traceback of the user's code, if that raised."""
+    """Traceback of the user's code, if this code raised an exception."""
 
 
 Score = float | None | RewardFailure
@@ -48,33 +52,33 @@ TEXTS = ("prompts", "completions", "completion_ids")
 
 
 class Scorer(ABC):
-    """A reward on the host: a function, a verifier, a service."""
+    """A reward that the host computes or asks for: a function, a verifier or a service."""
 
     label: str
     """Name in messages."""
 
     @abstractmethod
     def load(self) -> None:
-        """Get ready. Raises UserError if that fails."""
+        """Prepare for scoring. Raises UserError if that fails."""
 
     @abstractmethod
     def wants(self, name: str) -> bool:
-        """Whether it reads an argument: one of `TEXTS`, or a column of the records."""
+        """Return whether the reward reads the argument `name`: one of `TEXTS`, or a column of the records."""
 
     @property
     @abstractmethod
     def required(self) -> Sequence[str]:
-        """Arguments that it needs, after `load`."""
+        """Names of the arguments that the reward needs. They are known after `load`."""
 
     @abstractmethod
     def score(self, count: int, arguments: Mapping[str, list[Any]]) -> list[Score]:
-        """Score `count` samples; every argument has that many values.
+        """Score `count` samples. Every argument has one value per sample.
 
-        Raises UserCodeError if it fails as a whole.
+        Raises UserCodeError if the whole batch fails.
         """
 
     def check_fields(self, source: str, fields: Collection[str]) -> None:
-        """Check that the records of a source have all columns that it needs. Raises UserError if not."""
+        """Check that the records of a source have all columns that the reward needs. Raises UserError if not."""
         missing = [name for name in self.required if name not in (*TEXTS, *fields)]
         if not missing:
             return
@@ -98,18 +102,18 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 MOST_ABANDONED = 8
-"""Maximum abandoned threads of one reward. Each thread keeps taking time and memory."""
+"""Maximum number of abandoned threads of one reward. Each of them still uses time and memory."""
 
 
 class TimeLimitError(UserCodeError):
-    """A reward is not ready in time."""
+    """A reward exceeds its time limit."""
 
 
 class Deadline:
     """Time limit of the work on a batch."""
 
     def __init__(self, limit: float | None) -> None:
-        """`limit`: seconds from now; None for never."""
+        """`limit`: seconds from now; None for no limit."""
         self._end = None if limit is None else time.monotonic() + limit
 
     @property
@@ -129,7 +133,7 @@ class LimitedRunner:
         self._abandoned: list[threading.Thread] = []
 
     def run(self, task: Callable[[], T], limit: float | None) -> T:
-        """Return, or raise, what a task does. Raises TimeLimitError after `limit` seconds."""
+        """Run a task, and return its result or raise its exception. Raises TimeLimitError after `limit` seconds."""
         if limit is None:
             return task()
         future: Future[T] = Future()
@@ -148,9 +152,9 @@ class LimitedRunner:
 
 
 def map_in_threads(task: Callable[[S], T], items: Sequence[S], threads: int) -> list[T]:
-    """Apply a task to items in order, several at a time. Raises a task's exception after all others are done.
+    """Apply a task to items in order, several at a time. Raises the first exception after all tasks have ended.
 
-    The threads are daemons. Threads of an executor would keep a failed process alive.
+    The threads are daemons, because threads of an executor would keep a failed process alive.
     """
     futures = [Future[T]() for _ in items]
     waiting = iter(list(zip(items, futures, strict=True)))

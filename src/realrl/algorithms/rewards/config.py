@@ -1,4 +1,7 @@
-"""Rewards of a recipe: one term, or a weighted mixture of named terms, and the calls that compute it. No torch."""
+"""Setting `reward` of a recipe (one term, or a weighted mixture of named terms), and the calls that compute it.
+
+This module does not import torch.
+"""
 
 import re
 from collections.abc import Collection, Mapping
@@ -76,9 +79,10 @@ class RewardTerm(Settings):
     """One reward: a function, a verifier, a service, or the model of `models.reward`."""
 
     function: FunctionReference | None = None
-    """`FILE.py:FUNCTION` or `package.module:FUNCTION`. It is called with `prompts=[...]`, `completions=[...]` and
-    each extra column of the records as a list, by name, or only with those that it names. It returns one number per
-    completion, or None if the reward does not apply. May be `async def`."""
+    """`FILE.py:FUNCTION` or `package.module:FUNCTION`. The function is called with lists as keyword arguments:
+    `prompts`, `completions`, `completion_ids` and each extra column of the records. Unless it has `**kwargs`, it
+    gets only the arguments that it names. It returns one number per completion, or None for a completion that the
+    reward does not apply to. It may be `async def`."""
     verifier: VerifierSetting | None = None
     """A built-in check, chosen by `kind`."""
     http: HttpConfig | None = None
@@ -95,7 +99,7 @@ class RewardTerm(Settings):
 
     @property
     def source(self) -> str:
-        """The given one of `SOURCES`."""
+        """The entry of `SOURCES` that the term has."""
         return next(name for name in SOURCES if getattr(self, name) is not None)
 
     @model_validator(mode="after")
@@ -119,12 +123,12 @@ Rewards = Mapping[str, RewardTerm]
 
 
 def is_mixture(reward: Rewards) -> bool:
-    """Whether terms are added up: there are several, or one whose weight is not 1."""
+    """Return whether the reward is a weighted sum: it has several terms, or one term whose weight is not 1."""
     return len(reward) > 1 or any(term.weight != 1 for term in reward.values())
 
 
 def may_skip(reward: Rewards | None) -> bool:
-    """Whether samples may be left without a score. A reward model alone scores all samples."""
+    """Return whether samples may be left without a score. A reward model alone scores all samples."""
     return reward is not None and (is_mixture(reward) or any(term.model is None for term in reward.values()))
 
 
@@ -215,7 +219,7 @@ SUM = "reward.sum"
 
 
 def list_score_keys(reward: Rewards | None, prefix: str = "") -> list[Key]:
-    """List the keys that `score_sequences` produces: the score, and those of a mixture's terms."""
+    """List the keys that `score_sequences` produces: the score and, for a mixture, the score of each term."""
     terms = reward if reward is not None and is_mixture(reward) else {}
     names = [f"{prefix}score", *(name_key(name, prefix) for name in terms)]
     # Advantages are differences of scores. Float32 would lose a difference of 1e-5 between rewards near 1,000.
@@ -223,16 +227,16 @@ def list_score_keys(reward: Rewards | None, prefix: str = "") -> list[Key]:
 
 
 def name_call(name: str, term: RewardTerm | None, prefix: str = "") -> str:
-    """Name the call of a term; None stands for a reward model alone."""
+    """Name the call of a term. `term` is None if the reward is a reward model alone."""
     kind = Kind.INFERENCE if term is None or term.model is not None else Kind.FUNCTION
     return f"{name}.{kind}_{prefix}".rstrip("_")
 
 
 def score_sequences(reward: Rewards | None, extra: tuple[str, ...] = (), *, prefix: str = "") -> list[Call]:
-    """Make the calls that score sequences; None stands for a reward model alone.
+    """Make the calls that score sequences. `reward` is None for a reward model alone.
 
-    `extra` are more inputs, for metrics. `prefix` is that of the keys of sequences; it also ends the names of
-    calls.
+    `extra`: further inputs, which metrics need. `prefix`: prefix of the keys of sequences. It is also the suffix of
+    the names of calls.
     """
     extra = tuple(f"{prefix}{key}" for key in extra)
     terms: dict[str, RewardTerm | None] = {SINGLE: None} if reward is None else {**reward}

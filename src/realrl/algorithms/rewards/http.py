@@ -1,4 +1,7 @@
-"""Rewards from a service: one of the user's own, or a judge behind an OpenAI-style chat endpoint. No torch."""
+"""Rewards from a service: the user's own service, or a judge behind an OpenAI-style chat endpoint.
+
+This module does not import torch.
+"""
 
 import json
 import os
@@ -23,40 +26,41 @@ if TYPE_CHECKING:
     from tenacity import RetryCallState
 
 RETRIED = (408, 425, 429, 500, 502, 503, 504)
-"""Statuses that ask for another try."""
+"""HTTP statuses after which a request is retried."""
 LONGEST_WAIT = 60.0
-"""Most seconds between two tries, even if `Retry-After` asks for more."""
+"""Maximum seconds between two tries, even if `Retry-After` asks for more."""
 LARGEST_ANSWER = 16 << 20
-"""Bytes."""
+"""Maximum bytes of an answer."""
 GIVEN_UP_AFTER = 5
-"""Requests in a row that must fail, all retries included, before the rest of a batch is not sent."""
+"""After this many requests in a row that failed in spite of retries, no more requests of a batch are sent."""
 NUMBER = r"([-+]?\d+(?:\.\d+)?)"
 
 
 class HttpConfig(Settings):
-    """A service that scores samples: one of your own, or a judge behind an OpenAI-style chat endpoint."""
+    """A service that scores samples: your own service, or a judge behind an OpenAI-style chat endpoint."""
 
     url: str
-    """Address that is posted to, http or https; for `chat` such as https://HOST/v1/chat/completions."""
+    """Address (http or https) that requests are posted to. For `chat`, it looks like
+    https://HOST/v1/chat/completions."""
     kind: Literal["json", "chat"] = "json"
     """`json`: the request is {"prompts": [...], "completions": [...], FIELD: [...]}, the reply {"scores": [...]}.
-    `chat`: one message per sample, made of `prompt_template`, and the score is read from the reply by
-    `score_pattern`."""
+    `chat`: each sample is one message, made from `prompt_template`; `score_pattern` finds the score in the
+    reply."""
     fields: list[str] = Field(default_factory=list)
-    """Columns of records that are sent along, or that the template names."""
+    """Columns of records that requests contain (`json`), or that `prompt_template` names (`chat`)."""
     model: str | None = None
-    """Name of the judge, for `chat`."""
+    """Name of the judge's model. Only for `chat`."""
     prompt_template: str | None = None
-    """Message to the judge; {prompt}, {completion} and {FIELD} are replaced."""
+    """Message to the judge, in which the texts of the sample replace {prompt}, {completion} and {FIELD}."""
     score_pattern: Pattern = NUMBER
-    """Regular expression of the score in the judge's reply: group 1 of its last match."""
+    """Regular expression of the score in the judge's reply. The score is group 1 of the last match."""
     max_tokens: PositiveInt = 512
-    """Bound on the tokens of the judge's reply."""
+    """Maximum tokens of the judge's reply."""
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature of the judge."""
     headers: dict[str, str] = Field(default_factory=dict)
-    """Header -> the environment variable that holds its value, so that keys stay out of recipes; `Authorization` of
-    a value without a scheme is sent as a bearer token."""
+    """Mapping from each header to the environment variable that holds its value, so that keys stay out of recipes.
+    An `Authorization` value without a scheme is sent as a bearer token."""
     batch: PositiveInt = 64
     """Samples per request of `json`."""
     concurrency: PositiveInt = 8
@@ -64,10 +68,10 @@ class HttpConfig(Settings):
     request_timeout: PositiveFloat = 60.0
     """Seconds within which a request must be answered."""
     retries: NonNegativeInt = 3
-    """Retries of a request that gets no answer, or a status that asks for another try (429, 5xx)."""
+    """Number of retries of a request that gets no answer, or a status such as 429 or 503."""
     backoff: PositiveFloat = 1.0
-    """Seconds before the first retry, doubled for each further one, with jitter; `Retry-After` of the service takes
-    precedence."""
+    """Seconds before the first retry. This delay doubles with each further retry, and varies randomly. If the
+    service sends `Retry-After`, its number takes precedence."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -107,7 +111,7 @@ class HttpConfig(Settings):
         for header, variable in self.headers.items():
             value = os.environ.get(variable)
             if not value:
-                # A key that was written in place of a name may look like one.
+                # The user may have written a key in place of a name, and messages must not show keys.
                 known = f" {variable}" if variable.isupper() else ""
                 raise UserError(f"headers.{header}: the environment variable{known} is not set")
             if not value.isascii() or not value.isprintable():
@@ -121,11 +125,11 @@ class HttpConfig(Settings):
 
 
 class RequestError(Exception):
-    """A request without a usable answer. Its text follows the name of the service."""
+    """A request without a usable answer. Its text follows the name of the service in messages."""
 
 
 class _RetryableError(RequestError):
-    """A request without an answer, or with a status that asks for another try."""
+    """A request without an answer, or with a status in `RETRIED`."""
 
     def __init__(self, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -140,10 +144,10 @@ class HttpScorer(Scorer):
         self._setting, self._config = setting, config
         self._client: Client | None = None
         self._failures = 0
-        """Requests in a row without an answer, in this batch."""
+        """Number of consecutive failed requests of this batch, up to the latest request."""
 
     def load(self) -> None:
-        """Open the client. Raises UserError for a header's variable that is not set, or an invalid address."""
+        """Open the client. Raises UserError if a header's variable is not set, or if the address is invalid."""
         import httpx2
 
         config = self._config
@@ -215,7 +219,7 @@ class HttpScorer(Scorer):
             raise RequestError(f"answered a score {show(last.group(1))}, which is no number") from None
 
     def _post(self, request: Mapping[str, Any]) -> Any:
-        """Post JSON, with retries: the JSON of the answer. Raises RequestError if there is none."""
+        """Post JSON, with retries, and return the JSON of the answer. Raises RequestError if there is no answer."""
         import tenacity
 
         if self._failures >= GIVEN_UP_AFTER:
@@ -240,7 +244,7 @@ class HttpScorer(Scorer):
         return answer
 
     def _wait(self, state: "RetryCallState") -> float:
-        """Choose the seconds before the next try: those of the service, or a doubled backoff with jitter."""
+        """Choose the seconds before the next try: the service's `Retry-After`, or a doubled backoff with jitter."""
         error = state.outcome.exception() if state.outcome is not None else None
         if isinstance(error, _RetryableError) and error.retry_after is not None:
             return min(error.retry_after, LONGEST_WAIT)
@@ -276,7 +280,7 @@ class HttpScorer(Scorer):
 def _read_answer(response: "Response", end: float) -> bytes:
     """Read an answer, but not far beyond `LARGEST_ANSWER`. Raises ReadTimeout at time `end`.
 
-    The client's own timeout is for each part of an answer, which may have any number of them.
+    The client's own timeout applies to each part of an answer, and an answer may have any number of parts.
     """
     import httpx2
 
@@ -291,7 +295,7 @@ def _read_answer(response: "Response", end: float) -> bytes:
 
 
 def _read_score(value: Any) -> Score:
-    """Read a score; null if the reward does not apply."""
+    """Read a score. None, which is null in JSON, means that the reward does not apply to the sample."""
     if value is None:
         return None
     number = None if isinstance(value, bool) else read_number(value)

@@ -28,10 +28,10 @@ from realrl.data.batch import Batch, Ragged
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreOptions:
-    """What a method that scores sequences knows of the step and of the whole reward."""
+    """Options of a method that scores sequences."""
 
     key: str = "score"
-    """The output."""
+    """Key of the output."""
     in_mixture: bool = False
     """Whether the reward is one term of several."""
     finished_only: bool = False
@@ -43,7 +43,10 @@ class ScoreOptions:
 def make_reward_methods(
     reward: Rewards | None, *, finished_only: bool = False, prefix: str = ""
 ) -> dict[str, Method]:
-    """Make the methods of `score_sequences`, by call. The rest as in `ScoreOptions`."""
+    """Make the methods of the calls from `score_sequences`, by call name.
+
+    `finished_only` and `prefix`: see `ScoreOptions`.
+    """
     options = ScoreOptions(key=f"{prefix}score", finished_only=finished_only, prefix=prefix)
     if reward is None:
         return {name_call(SINGLE, None, prefix): RewardInference(options)}
@@ -59,10 +62,10 @@ def make_reward_methods(
 
 
 def compute_score_metrics(batch: Batch, *, finished_only: bool = False, skips: bool = True) -> Metrics:
-    """Compute metrics of scored answers in evaluations: `score` over answers that training would use, and lengths.
+    """Compute metrics of scored answers in evaluations: the mean score that training would use, and mean lengths.
 
-    In training the batch lacks `finished`, and the train call reports these metrics. skips: whether NaN is the
-    score of a skipped answer, which `score` leaves out.
+    In training, the batch has no key `finished`, and the train call reports these metrics. skips: whether NaN is
+    the score of a skipped answer, which the metric `score` leaves out.
     """
     metrics = Metrics()
     if "prompt_length" in batch.fields and "finished" in batch.fields:
@@ -91,7 +94,10 @@ class RewardInference:
         return {self._options.key: Ragged.scalars(last_of_rows(output.values, output.lengths).double())}
 
     def metrics(self, batch: Batch) -> Metrics:
-        """Report `compute_score_metrics` or, in a mixture, the mean `term_score`; nothing with a prefix."""
+        """Report the metrics of `compute_score_metrics` or, in a mixture, the mean `term_score`.
+
+        With a prefix, there are no metrics.
+        """
         metrics = Metrics()
         if self._options.prefix:
             return metrics
@@ -102,7 +108,7 @@ class RewardInference:
 
 
 CULPRIT_SECONDS = 60.0
-"""Maximum search for the sample at which a function raises, in a run that fails anyway."""
+"""Maximum seconds of the search for the sample at which a function raises. The run fails in any case."""
 
 
 class RewardFunction:
@@ -134,7 +140,7 @@ class RewardFunction:
         self._scorer.check_fields(source, fields)
 
     def call(self, inputs: FunctionInput) -> tuple[dict[str, Ragged], Metrics]:
-        """Score each sequence. Raises UserCodeError, which names reward, record and sample, if one fails."""
+        """Score each sequence. With on_error=fail, raises UserCodeError, which names the sample that failed."""
         scores = self._score(inputs)
         failures = ((i, score) for i, score in enumerate(scores) if isinstance(score, RewardFailure))
         first = next(failures, None)
@@ -146,7 +152,7 @@ class RewardFunction:
         return {self._options.key: output}, self._summarize(scores, output, inputs)
 
     def _refuse(self, sample: int, failure: RewardFailure, inputs: FunctionInput) -> None:
-        """End the run for a failure or, if failures are skipped, note the first one."""
+        """Raise UserCodeError for a failure or, if failures are skipped, print a note about the first one."""
         message = f"{self._scorer.label} {failure.reason}; {inputs.describe(sample)}"
         if self._term.on_error == "fail":
             raise UserCodeError(message, failure.trace)
@@ -193,9 +199,9 @@ class RewardFunction:
     def _score_singly(
         self, error: UserCodeError, arguments: dict[str, list[Any]], count: int, deadline: Deadline
     ) -> list[Score]:
-        """Find the samples behind the `error` of all at once, by scoring one after the other."""
+        """Score the samples one by one after scoring all at once raised `error`, to find the samples that fail."""
         skips = self._term.on_error == "skip"
-        # A wrong result as a whole, such as one number too few, is not the fault of any sample.
+        # If the result as a whole is wrong, for example one number short, no single sample is the cause.
         if not skips and not error.trace:
             raise error
         if not skips:
@@ -229,7 +235,7 @@ class RewardFunction:
         """List the texts and columns that the scorer reads, by name."""
         wants = self._scorer.wants
         arguments = {name: list(values) for name, values in inputs.fields.items() if wants(name)}
-        for name in TEXTS:  # each is also the name of a function of the input
+        for name in TEXTS:  # `FunctionInput` has a function with each of these names
             if wants(name):
                 arguments[name] = getattr(inputs, name)(self._options.prefix)
         return arguments

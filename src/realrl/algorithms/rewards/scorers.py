@@ -1,4 +1,4 @@
-"""Scorers on the host: functions of the user's, verifiers of the package, and the judge of evaluations."""
+"""Scorers on the host: the user's functions, built-in verifiers, and the judge of evaluations."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -27,10 +27,10 @@ def make_scorer(name: str, term: RewardTerm) -> Scorer:
 
 
 class FunctionScorer(Scorer):
-    """A function of the user's, called like reward functions of TRL.
+    """A user's function, which is called like reward functions of TRL.
 
-    It gets keyword arguments `prompts`, `completions`, `completion_ids` and each extra column of the records, as
-    lists. Without `**kwargs` it gets only those that it names.
+    The keyword arguments are the lists `prompts`, `completions`, `completion_ids` and each extra column of the
+    records. A function without `**kwargs` gets only the arguments that it names.
     """
 
     def __init__(self, setting: str, reference: str) -> None:
@@ -68,7 +68,7 @@ class FunctionScorer(Scorer):
         return self._function.required
 
     def check_fields(self, source: str, fields: Collection[str]) -> None:
-        """Check that records have the required columns, and none with the name of the texts."""
+        """Check that records have the required columns, and no column with the name of one of `TEXTS`."""
         clash = next((name for name in TEXTS if name in fields and self.wants(name)), None)
         if clash is not None:
             raise UserError(
@@ -92,7 +92,7 @@ class FunctionScorer(Scorer):
 
 
 class VerifierScorer(Scorer):
-    """A verifier of the package."""
+    """A built-in verifier."""
 
     def __init__(self, setting: str, verifier: Verifier) -> None:
         self.label = f"{setting} (verifier {verifier.kind})"
@@ -117,8 +117,8 @@ class VerifierScorer(Scorer):
 class Judge(FunctionScorer):
     """Function of `evaluation.judge`, which takes no part in training.
 
-    It gets the arguments of reward functions. If it does not name `completions`, it gets them as its first
-    argument, whatever the name of that argument.
+    The judge gets the arguments of reward functions. A judge that does not name `completions` gets the completions
+    as its first argument, whatever the name of this argument.
     """
 
     def __init__(self, reference: str) -> None:
@@ -149,7 +149,7 @@ class Judge(FunctionScorer):
     def rate(self, arguments: Mapping[str, list[Any]]) -> list[float]:
         """Score answers. `arguments`: texts, tokens and columns of the records by name, one value per answer.
 
-        Raises UserCodeError if the judge raises, or gives anything but a finite number per answer.
+        Raises UserCodeError if the judge raises, or does not return one finite number per answer.
         """
         completions = arguments["completions"]
         named = {name: values for name, values in arguments.items() if self.wants(name)}

@@ -34,7 +34,7 @@ _LAYER = LayerOptions(norm_offset=True, activation="gelu_tanh", embedding_scale=
 def _read_activation(config: ConfigReader, fields: Settings, usual: LayerOptions) -> Settings:
     config.skip("hidden_activation")
     found = read_activation(config, usual.activation)
-    # Early files say "gelu" and mean the approximation; transformers does the same.
+    # Early files say "gelu" and mean the approximation by a tanh. transformers reads them in the same way.
     return {"layer": {"activation": "gelu_tanh" if found == "gelu" else found}}
 
 
@@ -60,7 +60,7 @@ def _read_options(config: ConfigReader, fields: Settings, usual: LayerOptions) -
 
 
 def _read_cap(config: ConfigReader, key: str, default: float | None) -> float | None:
-    """Read a bound, which null turns off."""
+    """Read the bound of a soft cap. null turns the cap off."""
     return config.positive(key, default or 1.0) if config.has(key, default) else None
 
 

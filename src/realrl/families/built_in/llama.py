@@ -42,8 +42,8 @@ _CHUNKED = "chunked_attention"
 _START = 8192
 """Default of `attention_chunk_size` and of `floor_scale`, in tokens.
 
-Attention of rotated layers is cut into chunks of the first. Scores of unrotated layers are scaled by position from
-the second on. Models here do neither: sequences end before both begin, so that neither changes anything."""
+Attention of rotated layers is cut into chunks of `attention_chunk_size`. Scores of unrotated layers are scaled from
+position `floor_scale` on. Models here support neither, so their sequences must end before either begins."""
 _POSITIONS = (
     "max_position_embeddings",
     "attention_chunk_size",
@@ -52,7 +52,7 @@ _POSITIONS = (
     "floor_scale",
     "attn_scale",
 )
-"""Settings that a shape sums up in `max_positions`: the longest sequence that they leave alone."""
+"""Settings that a shape replaces by `max_positions`, the longest sequence for which they change nothing."""
 
 
 def _read_llama4(config: ConfigReader, fields: Settings, usual: LayerOptions) -> Settings:
@@ -70,7 +70,7 @@ def _read_llama4(config: ConfigReader, fields: Settings, usual: LayerOptions) ->
 
 
 def _check_layers_alike(config: ConfigReader, layers: int) -> None:
-    """Check that each layer has experts; UserError if not."""
+    """Check that each layer has experts. Raises UserError if not."""
     given, step = config.read("moe_layers"), config.size("interleave_moe_layer_step", 1)
     if given is None and step != 1:
         what = f"interleave_moe_layer_step={step}"
@@ -84,7 +84,7 @@ def _check_layers_alike(config: ConfigReader, layers: int) -> None:
 
 
 def _read_starts(config: ConfigReader, layers: int, unrotated: tuple[int, ...]) -> list[int]:
-    """Read the sequence lengths after which chunks begin and scores are scaled; see `_START`."""
+    """Read the sequence lengths beyond which attention is cut into chunks or scores are scaled, see `_START`."""
     usual = [FULL if layer in unrotated else _CHUNKED for layer in range(layers)]
     kinds = config.by_layer("layer_types", usual, _CHUNKED, FULL)
     found = []

@@ -8,7 +8,7 @@ _DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072}
 
 MISTRAL = describe("mistral", "Mistral", sizes(_DEFAULTS), one_window(4096), activation())
 
-# Its file says layer by layer which ones have the window, so that some may have none.
+# A file of Ministral states for each layer whether it has the window.
 MINISTRAL = describe(
     "ministral", "Ministral", sizes(_DEFAULTS), windows(lambda layer: True, 4096), activation()
 )

@@ -96,7 +96,7 @@ OLMO3 = describe(
     "olmo3",
     "Olmo3",
     sizes(_OLMO3_DEFAULTS, rotary=False),
-    # Layers with a window have the same rotary base as the others, but their frequencies are not scaled.
+    # Layers with a window have the same rotary base as all other layers, but their frequencies are not scaled.
     rope_by_layer_type(_OLMO3_DEFAULTS, None),
     windows(lambda layer: (layer + 1) % 4 != 0, 4096),
     ATTENTION_BIAS,

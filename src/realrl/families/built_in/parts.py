@@ -1,4 +1,4 @@
-"""Parts of `config.json` that built-in families have in common: each part reads some settings, and writes them."""
+"""Parts of `config.json` that built-in families have in common. Each part reads and writes some settings."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ LLAMA_LAYER = LayerOptions()
 
 @dataclass(frozen=True)
 class Part:
-    """Some settings of a family."""
+    """Some of the settings in a family's `config.json`."""
 
     read: Callable[[ConfigReader, Settings, LayerOptions], Settings]
     """Turn settings into fields of `ModelShape`. Changes of layer options are a mapping under `layer`.
@@ -40,7 +40,7 @@ def describe(
 ) -> Family:
     """Describe a family whose `config.json` consists of `parts`.
 
-    `name` begins the names of its classes in transformers. `others` are more fields of `Family`.
+    The names of the family's classes in transformers begin with `name`. `others`: further fields of `Family`.
     """
 
     def read(config: ConfigReader) -> Settings:
@@ -79,7 +79,7 @@ def fixed(settings: Settings) -> Part:
 
 
 def flag(setting: str, *names: str) -> Part:
-    """True or false for layer options, which all have the same value."""
+    """A true-or-false setting that determines all layer options in `names`."""
 
     def read(config: ConfigReader, fields: Settings, usual: LayerOptions) -> Settings:
         return {"layer": dict.fromkeys(names, config.flag(setting, getattr(usual, names[0])))}

@@ -17,8 +17,8 @@ _WINDOW_SETTINGS = ("sliding_window", "max_window_layers", "layer_types")
 
 
 def _read_windows(config: ConfigReader, fields: Settings, usual: LayerOptions) -> Settings:
-    """Read windows, which `use_sliding_window` turns on. Unless `layer_types` names the layers, they are those
-    from `max_window_layers` on."""
+    """Read windows, which `use_sliding_window` turns on. Unless `layer_types` names the layers with a window, these
+    are all layers from number `max_window_layers` on."""
     on = config.flag("use_sliding_window", False)
     first = config.size("max_window_layers", 28, least=0)
     if on:
@@ -80,7 +80,7 @@ def _write_experts(shape: ModelShape, options: LayerOptions) -> Settings:
 
 
 def _read_one_window(config: ConfigReader, fields: Settings, usual: LayerOptions) -> Settings:
-    """Read the window, which all layers have or none. Only Qwen3 has a setting for single layers."""
+    """Read the window, which either all layers have or no layer has. Only Qwen3 has a setting for single layers."""
     on = config.flag("use_sliding_window", False)
     window = config.size("sliding_window", 4096) if config.has("sliding_window", 4096) else None
     if not on or window is None:

@@ -1,7 +1,8 @@
-"""Verifier of mathematical equality, by the library math-verify in a process of its own. No torch.
+"""Verifier of mathematical equality, which runs the library math-verify in a separate process.
 
-Reading an expression, and comparing two, may never end. math-verify limits both by alarm signals, and refuses to
-work outside the main thread of a process. A run calls its reward functions in other threads.
+Reading an expression, and comparing two expressions, may never end. math-verify limits the time by alarm signals,
+so it only works in the main thread of a process. A run calls its rewards in other threads. This module does not
+import torch.
 """
 
 import json
@@ -25,25 +26,26 @@ from realrl.config.errors import UserCodeError, UserError
 
 PROGRAM = Path(__file__).with_name("math_child.py")
 _START_SECONDS = 120.0
-"""Time limit of importing the library, also from a slow file system."""
+"""Maximum seconds for importing the library, which may be on a slow file system."""
 _GRACE = 20.0
-"""Seconds beyond the time limits of the library, after which the process is killed."""
+"""Seconds beyond the library's own time limits after which the process is killed."""
 _KNOWN_PAIRS = ((r"\frac{1}{2}", "0.5", True), (r"\sqrt{4}", "3", False))
 
 
 class MathEquality(AnswerVerifier):
-    """1 for a completion whose answer, in LaTeX or plain, math-verify finds equal to the right one in time."""
+    """1 for a completion whose answer, in LaTeX or plain text, equals the right answer according to math-verify."""
 
     kind: Literal["math"]
     seconds: PositiveFloat = 5.0
-    """Time limit of reading each of the two expressions, and of comparing them."""
+    """Maximum seconds for reading each of the two expressions, and for comparing them. After that, they count as
+    not equal."""
 
     @property
     def reads_answers(self) -> bool:
         return self.extract is not None
 
     def read_answer(self, completion: str) -> str | None:
-        """Read the expression, without white space; 1/2 and 0.5 are different ones."""
+        """Read the expression, without white space. 1/2 and 0.5 count as different answers."""
         found = super().read_answer(completion)
         return None if found is None else "".join(found.split())
 
@@ -56,17 +58,17 @@ class MathEquality(AnswerVerifier):
 
 
 class MathProcessError(Exception):
-    """A process that does not work. The message follows the name of the verifier."""
+    """Failure of the separate process. The message follows the name of the verifier."""
 
     def __init__(self, message: str, words: str = "") -> None:
-        """words: the standard error of the process."""
+        """words: text that the process wrote to its standard error."""
         last = words.strip().rpartition("\n")[2]
         super().__init__(f"{message}{last and ': '}{last}")
         self.words = words
 
 
 class _Comparison:
-    """The verifier with its process, which starts at the first question, and again after it has ended."""
+    """The verifier and its process. If the process is not running, the next question starts it."""
 
     def __init__(self, settings: MathEquality) -> None:
         self._settings = settings
@@ -77,7 +79,7 @@ class _Comparison:
         """The file of math-verify that the process has imported."""
 
     def try_out(self) -> None:
-        """Compare known pairs. Raises UserError if the process ends, or gives a wrong answer."""
+        """Compare known pairs. Raises UserError if the process ends, or returns a wrong answer."""
         for text, right, equal in _KNOWN_PAIRS:
             try:
                 answer = self._ask(text, right, extracted=True)
@@ -95,7 +97,7 @@ class _Comparison:
             return self._settings.verify_by(self._compare, completions, fields)
 
     def _compare(self, text: str, right: str) -> Score:
-        """Compare as expressions; 0 if that takes too long."""
+        """Compare two texts as expressions. The score is 0 if that takes too long."""
         settings = self._settings
         try:
             answer = self._ask(tidy_signs(text), tidy_signs(right), extracted=settings.extract is not None)
@@ -106,15 +108,17 @@ class _Comparison:
         return float(answer)
 
     def _ask(self, text: str, right: str, *, extracted: bool) -> bool | None:
-        """Tell whether two expressions are equal, False if that takes too long; None if `right` is not one.
+        """Ask the process whether two expressions are equal.
 
-        extracted: whether `text` is an expression alone, and not prose with an expression.
-        Raises MathProcessError if the process ends instead of answering, twice in a row.
+        Returns False if the answer takes too long, and None if `right` is not an expression. extracted: whether
+        `text` is an expression alone, and not prose with an expression. Raises MathProcessError if the process ends
+        twice in a row instead of answering.
         """
         seconds = self._settings.seconds
         question = {"text": text, "right": right, "extracted": extracted, "seconds": seconds}
         sent = json.dumps(question).encode() + b"\n"
-        # Somebody may have killed the first process between two questions. The second one ends by this question.
+        # The first process may have been killed between two questions. If the second process ends too, this
+        # question is the cause.
         for last in (False, True):
             process = self._process or self._start()
             try:
@@ -124,7 +128,7 @@ class _Comparison:
                     raise MathProcessError("lost its process", self._read_end()) from None
                 self._end()
                 continue
-            if line is None:  # the library could not stop it
+            if line is None:  # the library could not stop its computation
                 self._end()
                 return False
             equal: bool | None = json.loads(line)
@@ -141,7 +145,8 @@ class _Comparison:
         """Start the process, and wait until it is ready. Raises MathProcessError if it is not."""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the process
         self._process = subprocess.Popen(
-            # -P: modules beside the program, such as this one, are not those of the standard library.
+            # Without -P, Python would import modules of the program's directory, such as this math.py, in place of
+            # modules of the standard library.
             [sys.executable, "-P", str(PROGRAM)],
             env=_leave_out_working_directory(os.environ),
             stdin=subprocess.PIPE,
@@ -159,7 +164,7 @@ class _Comparison:
         return self._process
 
     def _read_end(self) -> str:
-        """Read the last words of the process, or else its exit status; forget the process."""
+        """Return the error output of the ended process or, if it is empty, the exit status; forget the process."""
         assert self._process is not None and self._errors is not None
         self._process.communicate()
         code, self._process = self._process.returncode, None
@@ -179,7 +184,10 @@ def _leave_out_working_directory(environment: Mapping[str, str]) -> dict[str, st
 
 
 def _exchange(process: subprocess.Popen[bytes], question: bytes, seconds: float) -> bytes | None:
-    """Send a line, and wait for one; None if there is none in time. Raises EOFError if the process has ended."""
+    """Send a line, and return the line that the process answers; None if it does not answer in time.
+
+    Raises EOFError if the process has ended.
+    """
     assert process.stdin is not None and process.stdout is not None
     deadline, received = time.monotonic() + seconds, b""
     try:

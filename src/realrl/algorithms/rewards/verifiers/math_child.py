@@ -1,6 +1,6 @@
-"""Process that compares expressions. It runs as a script and imports nothing of the package.
+"""Process that compares expressions. It runs as a script, and imports nothing from this package.
 
-It writes a line when math-verify is imported, and then answers each line of JSON with a line of JSON.
+It writes a line after it has imported math-verify, and then answers each line of JSON with a line of JSON.
 """
 
 import json
@@ -10,11 +10,11 @@ from typing import Any
 
 
 def _parse(text: str, *, extracted: bool, seconds: int) -> Any:
-    """Read the expressions of a text; an empty list if there are none."""
+    """Read the expressions of a text. The list is empty if there are none."""
     from math_verify import parse
 
     marked = any(mark in text for mark in ("$", "\\boxed", "\\(", "\\["))
-    # From plain text such as x^2 + 1 the library would take only the last number, 1.
+    # From plain text such as x^2 + 1, the library would take only the last number, 1.
     found = parse(f"${text}$", parsing_timeout=seconds) if extracted and not marked else []
     return found or parse(text, parsing_timeout=seconds)
 

@@ -13,7 +13,8 @@ from realrl.config.values import find_last
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
 _NUMBER = rf"(?<![\w.])[-+]?\$?(?:{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
-"""An integer, perhaps with commas between thousands; a decimal or scientific number; perhaps with a dollar sign."""
+"""An integer, in which commas may separate thousands, or a decimal or scientific number. A dollar sign may precede
+it."""
 _NO_NUMBER = "\ufffc"
 """Replaces a LaTeX expression that is not a number, such as \\frac{a}{2}."""
 _QUOTIENT = re.compile(rf"({_NUMBER})(?:\s*/\s*({_NUMBER}))?\s*(%?)|{_NO_NUMBER}")
@@ -21,7 +22,7 @@ _QUOTIENT = re.compile(rf"({_NUMBER})(?:\s*/\s*({_NUMBER}))?\s*(%?)|{_NO_NUMBER}
 _DASHES = str.maketrans(dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d", "-"))
 """Hyphens, the en dash, and minus signs, as models and authors write them."""
 _SIGN = re.compile(
-    r"(\A\s*|[=(\[{:,;<>≈$#][^\S\n]*|\b(?:is|equals)[^\S\n]+)"  # what precedes a sign, and not an operation
+    r"(\A\s*|[=(\[{:,;<>≈$#][^\S\n]*|\b(?:is|equals)[^\S\n]+)"  # text that may precede a sign, but not an operator
     r"([-+])\s*(?=[\d.$\\{])"
 )
 _BRACED = re.compile(rf"([-+])\s*{{\s*({_DIGITS}(?:\.\d*)?|\.\d+)\s*}}")
@@ -33,7 +34,7 @@ _LATEX = re.compile(
     rf"\\(?:[dtc]?frac\s*{_PART}\s*{_PART}|sqrt\s*(?:\[[^\]]*\])?\s*{_PART}"
     rf"|[dtc]?frac\s*(?:{_PART}\s*)?\{{[^}}]{{0,400}}\Z)"
 )
-"""A fraction, perhaps with a sign and a whole number; a root; a fraction that is cut off."""
+"""A fraction (with or without a sign and a whole number), a root, or a fraction that is cut off."""
 _UNIT = re.compile(
     r"\s*(?:(?:\\(?:text|mathrm|rm)\s*\{[^{}]*\}|[A-Za-z]++)(?:\^(?:\d|\{-?\d\}))?(?:\s|\\cdot\b|\\[,;: ])*+)++"
 )
@@ -42,11 +43,11 @@ _NUMBER_BEFORE = re.compile(rf"\d{_BLANKS}\Z")
 _REACH = 9
 """Characters that `_NUMBER_BEFORE` may match: a digit, and four blanks of at most two characters."""
 _LONGEST = 400
-"""Maximum characters of a number. A longer one comes from a model that has gone astray."""
+"""Maximum characters of a number. Only broken models write longer numbers."""
 
 
 class Numeric(AnswerVerifier):
-    """1 for a completion whose last number is the right one, within tolerances.
+    """1 for a completion whose last number equals the right number, within tolerances.
 
     Numbers look like -3, 1,234.5, 2.5e-3, 3/4, \\frac{3}{4}, $12 and 7 % (0.07 with `percent: fraction`).
     """
@@ -55,9 +56,9 @@ class Numeric(AnswerVerifier):
     abs_tolerance: NonNegativeFloat = 0.0
     """Maximum distance from the right number."""
     rel_tolerance: NonNegativeFloat = 1e-9
-    """Maximum distance as a fraction of the right number. The larger of both limits counts."""
+    """Maximum distance as a fraction of the right number. The larger of the two limits counts."""
     percent: Literal["ignore", "fraction"] = "ignore"
-    """Ignore a percent sign, or divide by 100."""
+    """Ignore a percent sign (`ignore`), or divide the number before it by 100 (`fraction`)."""
 
     def read_answer(self, completion: str) -> str | None:
         found = super().read_answer(completion)
@@ -76,7 +77,7 @@ class Numeric(AnswerVerifier):
 
 
 def find_number(text: str, percent: Literal["ignore", "fraction"] = "ignore") -> float | None:
-    """Find the last number of a text; None if there is none, or it is not finite."""
+    """Find the last number of a text; None if there is no number, or if it is not finite."""
     plain = tidy_signs(text).replace("\\$", "$").replace("\\%", "%").replace("{,}", ",")
     last = find_last(_QUOTIENT, _LATEX.sub(_write_quotient, plain))
     if last is None or last.group() == _NO_NUMBER or len(last.group()) > _LONGEST:
@@ -99,7 +100,9 @@ def tidy_signs(text: str) -> str:
 
 
 def _write_quotient(found: re.Match[str]) -> str:
-    """Write a LaTeX fraction of two numbers as a quotient, -3/4, and any other fraction or root as `_NO_NUMBER`.
+    """Write a LaTeX fraction of two numbers as a quotient such as -3/4. Replace other fractions and roots.
+
+    Their replacement is `_NO_NUMBER`.
 
     A unit directly after a number, as in 20\\frac{km}{h}, is left out. Any letters count as a unit.
     """
@@ -124,6 +127,6 @@ def _write_quotient(found: re.Match[str]) -> str:
 def _read(text: str) -> Fraction:
     plain = text.replace(",", "").replace("$", "")
     exponent = plain.lower().partition("e")[2]
-    if abs(int(exponent or 0)) > _LONGEST:  # its exact value would take forever
+    if abs(int(exponent or 0)) > _LONGEST:  # computing the exact value would take too long
         return Fraction(0) if exponent.startswith("-") else Fraction(10) ** _LONGEST
     return Fraction(plain)

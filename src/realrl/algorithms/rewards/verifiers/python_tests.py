@@ -1,4 +1,4 @@
-"""Verifier of generated Python by unit tests, in a sandbox: a process of its own, with limits."""
+"""Verifier that runs unit tests on generated Python in a sandbox, which is a separate process with limits."""
 
 import json
 import os
@@ -25,26 +25,26 @@ _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
 class PythonTests(Verifier):
     """1 for a completion whose Python passes all tests of the record, within limits of time and memory.
 
-    The code is the last block between ``` fences, or the whole completion if there are no fences. It runs in a
-    process of its own, which sees no environment variable of this process.
+    The code is the last block between ``` fences, or the whole completion if there are no fences. The code runs in
+    a separate process, which does not see the environment variables of this process.
     """
 
     kind: Literal["python_tests"]
     tests: str = "tests"
-    """Column with the tests: Python statements such as assertions, one text or a list of texts. A text passes
-    unless it raises. The reward does not apply to records without it."""
+    """Column with the tests: Python statements such as assertions, as one text or a list of texts. A text passes
+    unless it raises. The reward does not apply to records without this column."""
     setup: str | None = None
-    """Column with Python that runs before the completion, such as the first lines of the prompt."""
+    """Column with Python code that runs before the completion, such as the first lines of the prompt."""
     partial: bool = False
-    """Score the share of tests that pass."""
+    """Score the share of tests that pass, instead of 1 if all tests pass and 0 otherwise."""
     seconds: PositiveFloat = 5.0
-    """Time limit for all tests of a completion together."""
+    """Maximum seconds for all tests of a completion together."""
     memory_mb: PositiveInt = 512
-    """Memory limit."""
+    """Memory limit in MiB."""
     output_kb: int = Field(default=64, ge=64)
-    """Size limit of each written file, if files can be written at all."""
+    """Size limit in KiB of each written file, if files can be written at all."""
     processes: PositiveInt | None = None
-    """Completions that a rank tests at a time; null for as many as it has processor cores."""
+    """Number of completions that a rank tests at the same time. null takes the number of its processor cores."""
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -94,16 +94,16 @@ class PythonTests(Verifier):
 
 PROGRAM = Path(__file__).with_name("sandbox_process.py")
 _SHOWN = 2000
-"""Characters of the process's last words that a message repeats."""
+"""Maximum characters of the process's error output that a message repeats."""
 KINDS = {"network": "the network", "files": "files (to write them)", "processes": "other processes"}
 
 
 class SandboxError(Exception):
-    """The sandbox itself does not work, so no code can be judged. The message continues the verifier's name."""
+    """The sandbox itself does not work, so no code can be judged. The message follows the verifier's name."""
 
 
 def run_in_sandbox(code: str, tests: list[str], limits: PythonTests) -> list[bool]:
-    """Run code, then one test after the other: whether each passes.
+    """Run code, then one test after the other, and return whether each test passes.
 
     No test passes if the code ends its process or takes too long. Raises SandboxError if the sandbox itself fails.
     """
@@ -113,7 +113,7 @@ def run_in_sandbox(code: str, tests: list[str], limits: PythonTests) -> list[boo
 
 
 def find_not_isolated() -> list[str]:
-    """List, in words, what this machine does not allow to isolate code from."""
+    """List what this machine cannot isolate code from, as words for a message."""
     answer = _run("", [], PythonTests(kind="python_tests", seconds=30.0, memory_mb=1024))
     isolated: dict[str, bool] = {} if answer is None else answer["isolated"]
     return [words for kind, words in KINDS.items() if not isolated.get(kind)]
@@ -129,9 +129,9 @@ def _run(code: str, tests: list[str], limits: PythonTests) -> dict[str, Any] | N
         "memory_bytes": limits.memory_mb << 20,
         "output_bytes": limits.output_kb << 10,
     }
-    # Without the variables of this process, which may hold keys.
+    # The variables of this process are left out, because they may hold keys.
     environment = {"PATH": os.defpath, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    # The answer goes into a file, whose size is limited; code could flood a pipe.
+    # The answer goes into a file, whose size is limited, because code could flood a pipe.
     with (
         tempfile.TemporaryDirectory(prefix="realrl-tests-") as directory,
         tempfile.TemporaryFile() as answers,

@@ -1,8 +1,8 @@
-"""Process that runs generated Python under tests. It runs as a script and imports nothing of the package.
+"""Process that runs generated Python under tests. It runs as a script, and imports nothing from this package.
 
 It reads one JSON object from its input, and answers with another one. Before it runs the code, it isolates itself
-as far as the machine allows: Linux namespaces remove the network, write access to files and the view of other
-processes; limits hold for CPU seconds, memory, files and processes.
+as far as the machine allows. Linux namespaces remove the network, write access to files and the view of other
+processes. CPU seconds, memory, files and processes are limited.
 """
 
 import ctypes
@@ -95,7 +95,7 @@ def _passes(run: Callable[[], None]) -> bool:
 
 
 def run_job() -> None:
-    """Read a job from standard input and run it in a child: only children enter the new process namespace."""
+    """Read a job from standard input, and run it in a child. Only children enter the new process namespace."""
     job = json.load(sys.stdin)
     # Only this process knows where the answer goes.
     answers = os.dup(1)

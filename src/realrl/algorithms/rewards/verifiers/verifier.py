@@ -1,4 +1,4 @@
-"""Base classes of verifiers, which extract the text to compare, and verifiers of texts."""
+"""Base classes of verifiers, extraction of the text to compare, and verifiers of texts."""
 
 import json
 import re
@@ -29,15 +29,15 @@ class Verifier(Settings):
     """A built-in check of completions: 1 for a right completion, 0 for a wrong one."""
 
     kind: str
-    """Which check it is."""
+    """Name of the check."""
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Columns of the records that it needs."""
+        """Columns of the records that the verifier needs."""
         return ()
 
     def open(self) -> Verification:
-        """Get ready. Raises UserError if something is not installed, or cannot be read."""
+        """Prepare the verifier. Raises UserError if something is not installed, or cannot be read."""
         return self
 
     def verify(self, completions: list[str], fields: Mapping[str, list[Any]]) -> list[Score]:
@@ -45,14 +45,14 @@ class Verifier(Settings):
 
 
 class AnswerVerifier(Verifier):
-    """A check against the right answer, a column of the records."""
+    """A check against the right answer, which a column of the records holds."""
 
     answer: str = "answer"
-    """Column with the right answer. The reward does not apply to records without it."""
+    """Column with the right answer. The reward does not apply to records without this column."""
     extract: Pattern | None = None
-    """Part of a completion that counts: `boxed`, the content of the last \\boxed{}; or a regular expression,
-    group 1 of its last match or, without groups, the whole match. A completion without it is wrong. null for the
-    whole completion. Right answers are cut in the same way if they contain it."""
+    """Part of a completion that counts. `boxed` takes the content of the last \\boxed{}. A regular expression takes
+    group 1 of its last match or, without groups, the whole match. null takes the whole completion. A completion
+    without such a part is wrong. A right answer that contains such a part is cut in the same way."""
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -63,21 +63,21 @@ class AnswerVerifier(Verifier):
 
     @property
     def reads_answers(self) -> bool:
-        """Whether `read_answer` gives different texts for different answers."""
+        """Whether `read_answer` returns different texts for different answers."""
         return True
 
     def read_answer(self, completion: str) -> str | None:
-        """Read the answer of a completion, as equal texts for equal answers; None if it has none."""
+        """Read the answer of a completion as text. Equal answers have equal texts. None if there is no answer."""
         return completion if self.extract is None else extract(completion, self.extract)
 
     def compare(self, text: str, right: str) -> Score:
-        """Score the part of a completion that counts against that of its answer."""
+        """Score `text`, the part of a completion that counts. `right`: the same part of the right answer."""
         raise NotImplementedError
 
     def verify_by(
         self, compare: Callable[[str, str], Score], completions: list[str], fields: Mapping[str, list[Any]]
     ) -> list[Score]:
-        """Compare each completion with its answer, by a given function in place of `compare`."""
+        """Compare each completion with its right answer by the argument `compare`, instead of the method."""
         pairs = zip(completions, fields[self.answer], strict=True)
         return [self._check(compare, text, right) for text, right in pairs]
 
@@ -132,7 +132,7 @@ class ExactMatch(AnswerVerifier):
     strip: bool = True
     """Ignore white space at both ends."""
     ignore_case: bool = False
-    """Ignore upper and lower case."""
+    """Ignore differences between upper and lower case."""
 
     def read_answer(self, completion: str) -> str | None:
         found = super().read_answer(completion)
@@ -151,9 +151,9 @@ class Regex(Verifier):
 
     kind: Literal["regex"]
     pattern: Pattern
-    """The expression."""
+    """The regular expression."""
     whole: bool = False
-    """Match the whole completion, instead of any part of it."""
+    """The whole completion must match, instead of any part of it."""
 
     def verify(self, completions: list[str], fields: Mapping[str, list[Any]]) -> list[Score]:
         compiled = re.compile(self.pattern, re.DOTALL)
@@ -162,13 +162,14 @@ class Regex(Verifier):
 
 
 class JsonSchema(Verifier):
-    """1 for a completion that is JSON of a schema."""
+    """1 for a completion that is JSON which fits a schema."""
 
     kind: Literal["json_schema"]
     json_schema: dict[str, Any] | str
     """The schema, or a JSON file that holds it."""
     extract: Pattern | None = None
-    """Part of a completion that is the JSON, as for `exact_match`; null for the whole completion."""
+    """Part of a completion that is the JSON. It is written like `extract` of `exact_match`. null takes the whole
+    completion."""
 
     @field_validator("json_schema")
     @classmethod
@@ -181,7 +182,7 @@ class JsonSchema(Verifier):
         return str(file)
 
     def open(self) -> Verification:
-        """Check the schema. Raises UserError if it is not one."""
+        """Check the schema. Raises UserError if it is not a JSON schema."""
         require("jsonschema", "json_schema")
         self._validator()
         return self
