@@ -151,6 +151,26 @@ def test_scalar_heads_score_and_learn(world: World) -> None:
             session.sample(["one"])
 
 
+def test_a_failed_loss_leaves_no_gradients(world: World) -> None:
+    prompts, norms = read_prompts(world, 6), []
+    with open_session(world, micro_batch_tokens=16) as session:
+        batch = session.batch(prompts, ["one", "two three", "four", "five six seven", "eight", "nine"])
+        for fails in (False, True):
+            calls = iter(range(99))
+
+            def broken(model: Any, _: Any, calls: Any = calls) -> torch.Tensor:
+                if next(calls) == 2:
+                    raise IndexError
+                return -model.logprobs  # type: ignore[no-any-return]
+
+            if fails:
+                with pytest.raises(IndexError):
+                    session.forward_backward("actor", batch, broken)
+            session.forward_backward("actor", batch, lambda model, _: -model.logprobs)
+            norms.append(session.step("actor", lr=0.0)["grad_norm"])
+    assert norms[0] == norms[1]
+
+
 def test_batches_hold_columns_and_select(session: realrl.Session) -> None:
     batch = session.sample(["one two", "three"], n=2, max_new_tokens=4, temperature=0.7)
     assert len(batch) == 4 and batch.prompts == ["one two"] * 2 + ["three"] * 2
@@ -168,12 +188,12 @@ def test_batches_hold_columns_and_select(session: realrl.Session) -> None:
 
 
 SCRIPT = """
-import json, sys, torch, realrl
+import json, os, sys, torch, realrl
 from tests.api.test_session import clipped_loss, score
 
 session = realrl.Session(
     {{"actor": {{"path": {actor!r}, "optimizer": {{"lr": 1e-3}}}}, "ref": {actor!r}}}, train="actor",
-    device="cpu", micro_batch_tokens=256, plan={plan!r},
+    device="cpu", micro_batch_tokens=256, plan={plan!r}, cluster=os.environ.get("CLUSTER", "auto"),
 )
 batch = session.sample({prompts!r}, n=4, max_new_tokens=8)
 rewards = torch.tensor(score(batch.completions)).view(-1, 4)
@@ -186,14 +206,19 @@ print(json.dumps([batch.sequences, first["loss"], norm, [row.tolist() for row in
 """
 
 
-def run_script(world: World, directory: Path, ranks: int, plan: Any) -> list[list[Any]]:
-    """Run the script on some ranks; what each of them printed."""
+def run_script(
+    world: World, directory: Path, ranks: int, plan: Any, *, torchrun: bool = False
+) -> list[list[Any]]:
+    """Run the script on some ranks; what each of its processes printed."""
     file = directory / "script.py"
     code = SCRIPT.format(actor=world.actor, prompts=read_prompts(world, 4), plan=plan)
     file.write_text(textwrap.dedent(code))
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if torchrun else []
     command = [sys.executable, *launch, str(file), str(directory / f"saved-{ranks}")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+    cluster = {} if torchrun else {"CLUSTER": f"1x{ranks}"}
+    environment = (
+        os.environ | cluster | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+    )
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[[")]
@@ -208,10 +233,12 @@ def run_script(world: World, directory: Path, ranks: int, plan: Any) -> list[lis
     ],
     ids=["symmetric", "placed"],
 )  # fmt: skip
-def test_ranks_agree_and_equal_one_process(plan: Any, world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("torchrun", [True, False], ids=["torchrun", "script"])
+def test_ranks_agree_and_equal_one_process(plan: Any, torchrun: bool, world: World, tmp_path: Path) -> None:
     (alone,) = run_script(world, tmp_path, 1, "symmetric")
-    first, second = run_script(world, tmp_path, 2, plan)
-    assert first == second
+    found = run_script(world, tmp_path, 2, plan, torchrun=torchrun)
+    assert len(found) == 1 + torchrun and found[0] == found[-1]
+    first = found[0]
     assert first[0] == alone[0]
     assert first[1:3] == pytest.approx(alone[1:3], rel=1e-4, abs=1e-6)
     for ours, theirs in zip(first[3], alone[3], strict=True):
@@ -285,11 +312,27 @@ def test_mistakes_get_one_message(world: World, session: realrl.Session) -> None
         ({"train": "critic"}, "train: critic is not one of the models"),
         ({"plan": "search"}, "plan=search needs a recipe"),
         ({"plan": {"actor.sample": "d1 t1 p1 @0 mb=64"}}, "there is no call actor.sample"),
-        ({"cluster": "1x2"}, "torchrun"),
+        ({"cluster": "2x2"}, "torchrun"),
         ({"micro_batch": 3}, "micro_batch"),
     ):
         with pytest.raises(realrl.UserError, match=message):
             open_session(world, **settings)
+
+
+def test_failures_in_other_processes_reach_the_script(world: World) -> None:
+    def broken(model: Any, batch: Any) -> torch.Tensor:
+        raise ZeroDivisionError("my own mistake")
+
+    with open_session(world, cluster="1x2") as session:
+        batch = session.batch(["one", "two"], ["three", "four"])
+        with pytest.raises(realrl.UserError, match="do not average it yourself"):
+            session.forward_backward("actor", batch, lambda model, _: model.logprobs.mean())
+        assert session.forward_backward("actor", batch, lambda model, _: -model.logprobs)["loss"] > 0
+        assert session.step("actor")["skipped_steps"] == 0
+        with pytest.raises(realrl.RunError, match="my own mistake"):
+            session.forward_backward("actor", batch, broken)
+        with pytest.raises(realrl.UserError, match="the session is closed"):
+            session.step("actor")
 
 
 def test_sampling_takes_the_names_of_vllm() -> None:

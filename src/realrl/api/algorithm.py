@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from realrl.api.arguments import read_arguments
 from realrl.api.errors import plain_errors
 from realrl.api.run_results import Run
-from realrl.config.errors import RunError, UserError
+from realrl.config.errors import UserError
 from realrl.recipe.algorithm import AlgorithmSpec
 from realrl.recipe.load import apply_overrides, dump_experiment, parse_experiment
 from realrl.recipe.registry import BUILT_IN, find_algorithm, list_algorithms
 from realrl.runtime.callbacks import CallbackObserver, check_callbacks
 from realrl.runtime.script_objects import CALLBACKS, find_objects, pack_objects
+from realrl.runtime.supervision.failures import make_error
 
 if TYPE_CHECKING:
     from realrl.planner.report.report import PlanReport
@@ -86,7 +87,7 @@ class Algorithm:
         # Cycles hold process groups. If their threads live when the interpreter ends, they abort it.
         gc.collect()
         if outcome.cause is not None:
-            raise _make_error(outcome.cause)
+            raise make_error(outcome.cause)
         return Run(self.experiment.run_dir)
 
     @contextmanager
@@ -216,11 +217,3 @@ def _hash(settings: Mapping[str, Any]) -> str:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _make_error(cause: Any) -> Exception:
-    """Make the exception for the failure of a started process; its own traceback is part of the message."""
-    from realrl.runtime.supervision.failures import USER_STATUS
-
-    message = f"{cause.trace}{cause.message}"
-    return UserError(message) if cause.status == USER_STATUS else RunError(message)

@@ -10,12 +10,16 @@ from realrl.api.errors import plain_errors
 from realrl.api.sampling import Sampling
 from realrl.config.errors import UserError
 from realrl.config.paths import local_path
-from realrl.runtime.session.recipe import make_session_recipe
+from realrl.plan.cluster import Cluster
+from realrl.runtime.launcher.launch import check_local
+from realrl.runtime.session.recipe import SessionModels
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from realrl.runtime.session.losses import Aggregate
+    from realrl.runtime.session.rank import SessionRank
+    from realrl.runtime.session.remote import RemoteRanks
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text, tokens, or the messages of a conversation."""
@@ -25,8 +29,8 @@ class Session:
     """Models with roles, for a training loop that you write. docs/python.md has an example.
 
     The engine places the models by a plan, moves parameters between calls, packs sequences and divides them over
-    devices. Under torchrun, all processes run the loop together and see the same results; the columns of the first
-    process count.
+    devices. On several devices of this machine, the session starts a process for each of them. Under torchrun, all
+    processes run the loop together and see the same results; the columns of the first process count.
     """
 
     @plain_errors
@@ -49,31 +53,20 @@ class Session:
         mb=8192"}. temperature: of sampling, and of all log-probabilities. settings: settings at the top level of
         recipes, such as cluster, device, seed and micro_batch_tokens. Raises UserError for a mistake.
         """
-        from realrl.runtime.processes.environment import set_library_defaults, under_launcher
+        from realrl.runtime.processes.environment import set_library_defaults
         from realrl.runtime.start import find_cluster
 
         set_library_defaults()
         preset, placements = (plan, {}) if isinstance(plan, str) else ("symmetric", dict(plan))
-        experiment = make_session_recipe(
+        given = SessionModels(
             {role: read_model(model) for role, model in models.items()},
             train=_list(train),
             scalar=_list(scalar),
-            settings={
-                "generation": {"temperature": temperature},
-                "plan": preset,
-                "cluster": "auto",
-                **settings,
-            },
+            placements=placements,
+            settings={"generation": {"temperature": temperature}, "plan": preset, **settings},
         )
-        size = find_cluster(experiment).size
-        if size > 1 and not under_launcher():
-            raise UserError(
-                f"a session on {size} devices needs {size} processes: start the script with `torchrun"
-                f" --nproc-per-node={size}`, or set cluster='1x1'"
-            )
-        from realrl.runtime.session.rank import SessionRank
-
-        self._rank = SessionRank(experiment, placements)
+        self._experiment = given.make_recipe()
+        self._rank = _open(given, find_cluster(self._experiment))
         self._temperature = temperature
 
     @plain_errors
@@ -173,6 +166,7 @@ class Session:
         such as 2 for pairs. entropy: whether model.entropy is computed.
 
         Returns `loss`, and the means of the named values. Raises UserError if the function returns something else.
+        If it fails, the gradients since the last step are dropped.
         """
         return self._rank.forward_backward(
             role, batch._columns, loss, aggregate, group=group, entropy=entropy
@@ -218,7 +212,7 @@ class Session:
         self.close()
 
     def _find_sampler(self) -> str:
-        graph, heads = self._rank.job.models.graph, self._rank.experiment.spec.heads
+        graph, heads = self._experiment.graph, self._experiment.spec.heads
         roles = [role for role in heads if heads[role] == "lm"]
         if not roles:
             raise UserError("no model of the session can sample, because all have a scalar head")
@@ -250,6 +244,20 @@ class Session:
             raise UserError(f"{name}: {error}") from None
         (row,) = tokenize([text], tokenizer, self._rank.stop_token_ids)
         return row.ids, row.prompt_length
+
+
+def _open(models: SessionModels, cluster: Cluster) -> "SessionRank | RemoteRanks":
+    """Load the models in this process, or in a process for each device of this machine."""
+    from realrl.runtime.processes.environment import under_launcher
+
+    if cluster.size == 1 or under_launcher():
+        from realrl.runtime.session.rank import SessionRank
+
+        return SessionRank(models)
+    from realrl.runtime.session.remote import RemoteRanks
+
+    check_local(cluster)
+    return RemoteRanks(models, cluster)
 
 
 def _list(roles: str | Sequence[str]) -> list[str]:

@@ -21,6 +21,7 @@ from realrl.cli.monitoring.commands import status, watch
 from realrl.cli.plan import plan
 from realrl.cli.profile import profile
 from realrl.cli.report import report
+from realrl.cli.session import COMMAND, session_rank
 from realrl.cli.show import show
 from realrl.cli.tokenizer import tokenizer
 from realrl.cli.train import train
@@ -54,6 +55,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 for name, command in COMMANDS.items():
     app.command(name)(command)
+app.command(COMMAND, hidden=True)(session_rank)
 app.add_typer(launchers, name="launch")
 
 

@@ -179,7 +179,8 @@ class Trainer:
     def accumulate(self, batch: Batch, method: TrainMethod, options: TrainOptions) -> Metrics:
         """Add the gradients of this rank's items to those of earlier calls. `update` applies their sum.
 
-        Returns the metrics of `train`, without those of optimizer steps.
+        If the method fails, all these gradients are dropped. Returns the metrics of `train`, without those of
+        optimizer steps.
         """
         data = self.model.groups.data
         batch, metrics = method.prepare(batch.to(self.model.device), data.sum)
@@ -187,7 +188,13 @@ class Trainer:
         if self._balance is not None:
             self._balance.begin_call()
         sampled = SampledItems.of(batch, ())
-        found, learns = self._accumulate_gradients(batch, method, options, sampled, last=False)
+        try:
+            found, learns = self._accumulate_gradients(batch, method, options, sampled, last=False)
+        except BaseException:
+            # Gradients of some micro-batches must not stay behind.
+            self.optimizer.discard()
+            self._waiting = []
+            raise
         if learns:
             self._waiting.append((batch, found))
         metrics.update(found)

@@ -28,7 +28,6 @@ from realrl.plan.presets import SEARCH
 from realrl.program.instructions import Program
 from realrl.program.lower import WRITER, home_placements, lower, offloaded
 from realrl.program.validate import validate
-from realrl.recipe.experiment import Experiment
 from realrl.recipe.generation import GenerationConfig
 from realrl.runtime.prepare.devices import check_kind
 from realrl.runtime.prepare.inputs import (
@@ -49,7 +48,7 @@ from realrl.runtime.session.losses import (
     UserLoss,
     name_part,
 )
-from realrl.runtime.session.recipe import SEQUENCES
+from realrl.runtime.session.recipe import SEQUENCES, SessionModels
 from realrl.runtime.worker.roles import Roles
 from realrl.runtime.worker.store import Store
 from realrl.runtime.worker.trace import Trace
@@ -78,11 +77,9 @@ class SessionRank:
     rank count, so that ranks cannot train on different data.
     """
 
-    def __init__(self, experiment: Experiment, placements: Mapping[str, str]) -> None:
-        """Load the models. `placements` replaces placements of the recipe's plan, by call, in text form.
-
-        Raises UserError for a mistake.
-        """
+    def __init__(self, models: SessionModels) -> None:
+        """Load the models. Raises UserError for a mistake."""
+        experiment = models.make_recipe()
         if experiment.plan == SEARCH:
             raise UserError(
                 "plan=search needs a recipe, whose steps it can predict; name a preset or a plan file"
@@ -95,14 +92,14 @@ class SessionRank:
         check_kind(experiment, cluster, find_least_device(process))
         with process.together():
             stack.enter_context(use_kernels(experiment.kernels, process.device))
-            models = open_models(experiment, download=True)
-            plan = make_written_plan(experiment, cluster, models)
-            plan = _replace_placements(plan, placements)
-            plan.check(models.graph, models.shapes)
+            opened = open_models(experiment, download=True)
+            plan = make_written_plan(experiment, cluster, opened)
+            plan = _replace_placements(plan, models.placements)
+            plan.check(opened.graph, opened.shapes)
             if experiment.exact:
                 plan.check_exact()
-        homes = home_placements(models.graph, plan)
-        self.job = job = Job(experiment, models, plan, homes, {}, [], {})
+        homes = home_placements(opened.graph, plan)
+        self.job = job = Job(experiment, opened, plan, homes, {}, [], {})
         sets = list(plan.placements.values())
         groups = process.groups(list_rank_sets(sets), moves=reallocates(sets))
         with process.together():

@@ -1,6 +1,7 @@
 """The recipe behind a session: models with roles, and the calls that a loop of your own may make. No torch."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -64,55 +65,56 @@ def list_calls(role: str, head: Head, *, trained: bool) -> list[Call]:
     return calls
 
 
-def make_session_recipe(
-    models: Mapping[str, Any],
-    *,
-    train: Sequence[str],
-    scalar: Sequence[str],
-    settings: Mapping[str, Any],
-) -> Experiment:
-    """Make the recipe of a session.
+@dataclass(frozen=True)
+class SessionModels:
+    """What a session is made of, as its user gives it; ranks make the same recipe from it."""
 
-    `models`: the section of each role, as in recipes. `train`: the trained roles. `scalar`: the roles with a scalar
-    head, such as critics and reward models; the other roles are language models. `settings`: other settings at the
-    top level of recipes. Raises UserError for a mistake.
-    """
-    if not models:
-        raise UserError("models: give at least one model, as a mapping from role to model")
-    for option, roles in (("train", train), ("scalar", scalar)):
-        unknown = [role for role in roles if role not in models]
-        if unknown:
-            raise UserError(f"{option}: {unknown[0]} is not one of the models {join([*models])}")
-    for role in models:
-        if not role.isidentifier():
-            raise UserError(f"models: {role!r} is not a name of letters, digits and _")
-    fields: dict[str, Any] = {
-        role: (TrainedModelConfig if role in train else ModelConfig, ...) for role in models
-    }
-    section = create_model("SessionModels", __base__=Models, __doc__="The models of a session.", **fields)
-    recipe = create_model(
-        "SessionRecipe",
-        __base__=SessionExperiment,
-        __doc__=SessionExperiment.__doc__,
-        models=(section, ...),
-    )
-    spec = AlgorithmSpec(
-        name="session",
-        recipe=recipe,
-        roles={role: RoleSpec("scalar" if role in scalar else "lm") for role in models},
-        form="prompt",
-        train_graph=lambda experiment: experiment.graph,
-        eval_graph=None,
-        generation=lambda experiment: experiment.generation,
-        methods=lambda *_: None,
-        trains=bool(train),
-        headlines=(),
-        curves={},
-        summary=(),
-    )
-    given = {"algorithm": "session", "run_dir": ".", **settings, "models": dict(models)}
-    try:
-        experiment = recipe.model_validate(given)
-    except ValidationError as error:
-        raise UserError(explain(error, recipe)) from None
-    return complete(experiment, spec)
+    models: Mapping[str, Any]
+    """Section of each role, as in recipes."""
+    train: Sequence[str]
+    """The trained roles."""
+    scalar: Sequence[str]
+    """The roles with a scalar head, such as critics and reward models; the other roles are language models."""
+    placements: Mapping[str, str]
+    """Placements of some calls in text form, which replace those of the recipe's plan."""
+    settings: Mapping[str, Any]
+    """Other settings at the top level of recipes."""
+
+    def make_recipe(self) -> Experiment:
+        """Make the recipe. Raises UserError for a mistake."""
+        models = self.models
+        if not models:
+            raise UserError("models: give at least one model, as a mapping from role to model")
+        for option, roles in (("train", self.train), ("scalar", self.scalar)):
+            unknown = [role for role in roles if role not in models]
+            if unknown:
+                raise UserError(f"{option}: {unknown[0]} is not one of the models {join([*models])}")
+        for role in models:
+            if not role.isidentifier():
+                raise UserError(f"models: {role!r} is not a name of letters, digits and _")
+        fields: dict[str, Any] = {
+            role: (TrainedModelConfig if role in self.train else ModelConfig, ...) for role in models
+        }
+        section = create_model("Models", __base__=Models, __doc__="The models of a session.", **fields)
+        about = SessionExperiment.__doc__
+        recipe = create_model("Session", __base__=SessionExperiment, __doc__=about, models=(section, ...))
+        spec = AlgorithmSpec(
+            name="session",
+            recipe=recipe,
+            roles={role: RoleSpec("scalar" if role in self.scalar else "lm") for role in models},
+            form="prompt",
+            train_graph=lambda experiment: experiment.graph,
+            eval_graph=None,
+            generation=lambda experiment: experiment.generation,
+            methods=lambda *_: None,
+            trains=bool(self.train),
+            headlines=(),
+            curves={},
+            summary=(),
+        )
+        given = {"algorithm": "session", "run_dir": ".", **self.settings, "models": dict(models)}
+        try:
+            experiment = recipe.model_validate(given)
+        except ValidationError as error:
+            raise UserError(explain(error, recipe)) from None
+        return complete(experiment, spec)

@@ -209,3 +209,9 @@ def log_error(error: Exception) -> None:
 
 def _rank() -> int:
     return int(os.environ.get("RANK", 0))
+
+
+def make_error(cause: Failure) -> UserError | RunError:
+    """Make the exception for the failure of another process, whose traceback is part of the message."""
+    message = f"{cause.trace}{cause.message}"
+    return UserError(message) if cause.status == USER_STATUS else RunError(message)
