@@ -29,7 +29,7 @@ class Inspection:
     """Number of items to keep as samples."""
     data: Dataset | None = None
     lengths: dict[str, array] = field(default_factory=dict)
-    """Numbers of tokens of every used row: of its prompt, of its answers, and in total."""
+    """Numbers of tokens in each used row, by what is counted: `prompt`, `answers`, or the `whole` row."""
     first: list[tuple[str, Sequence[Row]]] = field(default_factory=list)
     """The first items of each source, with their origin FILE:LINE and their rows."""
     fields: Counter[str] = field(default_factory=Counter)

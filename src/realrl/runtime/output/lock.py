@@ -17,7 +17,8 @@ from realrl.runtime.processes.environment import restart_count
 LOCK = "lock"
 """File of a run directory that the writing rank locks. It contains the id of the rank's process."""
 _PATIENCE, _PATIENCE_OF_RESTART = 5.0, 30.0
-"""Seconds to wait for a process that is ending. A restarted run waits longer, for its own earlier start."""
+"""Seconds to wait for a process that is ending. A restarted run waits longer, because its own earlier start
+may still be ending."""
 _POLL = 0.1
 
 

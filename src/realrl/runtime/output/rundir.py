@@ -56,7 +56,7 @@ CODE = "code"
 """Name of the directory with copies of the code files that the recipe names. The name of a copy is that of its
 setting."""
 _STARTED = {PROGRAMS, CONFIG, PLAN, CODE, RECORD, HISTORY, "logs", "ranks", *TRACKED}
-"""Names of everything that exists before the first step. A run that ended earlier has left nothing else."""
+"""Names of everything that exists before the first step. A run that ended before it has left nothing else."""
 BEST_NOTE = f"{BEST}.json"
 """Name of the file about the evaluation that produced the best models."""
 EVALUATIONS = "eval"
@@ -187,7 +187,7 @@ class RunDirectory:
         return [entry for entry in entries if entry.name not in (EVALUATIONS, LOCK)]
 
     def open_trackers(self, experiment: Experiment, say: Callable[[str], None], done: int = 0) -> None:
-        """From now on, also send metrics to the recipe's trackers. `done`: number of training steps before."""
+        """From now on, also send metrics to the recipe's trackers. `done`: number of training steps so far."""
         self._trackers = open_trackers(experiment, self.path, say, done)
 
     def note(self, text: str) -> None:
@@ -210,7 +210,7 @@ class RunDirectory:
             "metrics": replace_infinite(metrics),
         }
         rest = (json.dumps(line) + "\n").encode()
-        # Unbuffered, because closing the file would try to write the buffer again.
+        # Unbuffered, because closing the file after a failed write would try to write the buffer again.
         with self.writing(self._metrics), self._metrics.open("ab", buffering=0) as file:
             end = file.tell()
             try:
@@ -243,7 +243,7 @@ class RunDirectory:
             write_whole(file, json.dumps({"algorithm": algorithm, "state": state}, indent=2) + "\n")
 
     def drop_best(self) -> None:
-        """Remove the file about the best evaluation. It must be absent while the models are replaced."""
+        """Remove the file about the best evaluation. The file must be absent while the best models are replaced."""
         (self.path / BEST_NOTE).unlink(missing_ok=True)
 
     def write_best(self, best: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ IDS = "trackers"
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """A run as trackers see it, which does not include secrets."""
+    """A run as trackers see it, without secrets."""
 
     directory: Path
     settings: Mapping[str, Any]
@@ -64,14 +64,14 @@ class Tracker(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Receive metrics after `step` steps. Names are, for example, `train/actor.train/loss`.
 
-        If a run resumes or goes back, the steps after its checkpoint come again.
+        If a run resumes or goes back, the steps after its checkpoint are logged again.
         """
 
     def note(self, text: str) -> None:
         """Receive a note."""
 
     def close(self, *, done: bool) -> None:
-        """End the run. `done`: whether it has ended well."""
+        """End the tracker's run. `done`: whether training has ended well."""
 
 
 MLFLOW = "mlflow"
@@ -80,7 +80,7 @@ _MLFLOW_PARAMETERS, _MLFLOW_VALUE, _MLFLOW_NOTES = 100, 500, 5000
 
 
 class MlflowTracker:
-    """A run of MLflow."""
+    """Sends metrics and notes to a run of MLflow."""
 
     def __init__(self, config: MlflowConfig) -> None:
         self._config = config
@@ -94,7 +94,7 @@ class MlflowTracker:
         """Begin a run, or resume it."""
         from mlflow import MlflowClient
 
-        # MLflow would log every change of its tables.
+        # At its default level, MLflow logs every change of its database tables.
         logging.getLogger(MLFLOW).setLevel(logging.WARNING)
         self._client = MlflowClient(tracking_uri=self._config.tracking_uri)
         self._notes = list(run.notes)  # a new note replaces the whole text
@@ -224,7 +224,7 @@ STEP = "step"
 
 
 class WandbTracker:
-    """A run of Weights & Biases."""
+    """Sends metrics and notes to a run of Weights & Biases."""
 
     def __init__(self, config: WandbConfig) -> None:
         self._config = config
@@ -240,8 +240,8 @@ class WandbTracker:
         if name is None:
             name = uuid.uuid4().hex[:12]
             run.save_id(WANDB, name)
-        # Do not send command line, output, sources and git data, because they may contain secrets. `silent` also
-        # keeps W&B from asking for a key.
+        # Do not send the command line, output, source files or git data, because they may contain secrets.
+        # `silent` also keeps W&B from asking for a key.
         settings = wandb.Settings(
             console="off", disable_git=True, save_code=False, silent=True, x_disable_meta=True
         )
