@@ -1,4 +1,4 @@
-"""Write checkpoints while training continues: a thread writes them, commits them, and deletes old ones."""
+"""Write checkpoints while training continues. A thread writes each checkpoint, commits it, and deletes old ones."""
 
 import shutil
 import threading

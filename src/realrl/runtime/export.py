@@ -100,7 +100,7 @@ class _Exported:
         tokenizer: Any,
         stop_token_ids: tuple[int, ...],
     ) -> None:
-        """Write the model. `fetch` returns the portion with a given number."""
+        """Write the model. `fetch` returns the portion of tensors with a given number."""
         model_files.save(
             directory,
             self._whole,
@@ -122,7 +122,7 @@ class _Exported:
         model_files.save_adapters(directory, self.shape, self._head, weights, tokenizer, self.dtype, base)
 
     def merge(self, adapters: str) -> Callable[[int], Weights]:
-        """Return a function that returns the portion with a given number, merged with the adapters.
+        """Return a function that returns the portion of tensors with a given number, merged with adapters.
 
         `adapters`: directory of the saved adapters.
         """
@@ -140,7 +140,7 @@ def _fetch(
     dtype: torch.dtype,
     number: int,
 ) -> FlatBuffer:
-    """Read the portion with this number from the checkpoint."""
+    """Read the portion of tensors with this number from the checkpoint."""
     parts = portions[number]
     buffer = FlatBuffer([part.stored for part in parts], dtype, "cpu")
     tensors = {

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 SECONDS, RANK_SECONDS = 10.0, 40.0
 """Maximum seconds for the checks of a machine, and for its ranks to connect and measure."""
 _RANKS_WITHOUT_RECIPE = 2
-"""Number of processes that exchange messages on a machine without GPUs, if no recipe sets it."""
+"""Number of processes that exchange messages on a machine without GPUs, if there is no recipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Subject:
     run_dir: Path
     experiment: Experiment | None
     job: Job | None
-    """The recipe's plan and memory. None if the plan is searched for later, or the recipe has a mistake."""
+    """The recipe with its plan and memory. None without a recipe or plan, or if the recipe has a mistake."""
     spec: ClusterSpec | None
     """The planner's figures for the devices; None if the user does not name their kind."""
     gpus: Sequence[Mapping[str, str]]
@@ -75,7 +75,7 @@ def find_subject(
 ) -> Subject:
     """Determine what to examine. Raises UserError for an invalid cluster.
 
-    `launched`: the node of this process, if a launcher started the process as part of a group.
+    `launched`: the node of this process; None if no launcher has started the process.
     """
     device = "auto" if experiment is None else experiment.device
     text = cluster or ("auto" if experiment is None else experiment.cluster)

@@ -134,9 +134,10 @@ _QUERY = (
 
 
 def list_gpus(environment: Mapping[str, str] = os.environ) -> list[dict[str, str]]:
-    """Ask nvidia-smi for the GPUs that CUDA_VISIBLE_DEVICES allows. Each has a dict with the keys in `_QUERY`.
+    """Ask nvidia-smi for the GPUs that CUDA_VISIBLE_DEVICES allows.
 
-    The list is empty without nvidia-smi. Raises UserError if the driver does not answer.
+    Returns a dict for each GPU, with the names in `_QUERY` as keys. The list is empty without nvidia-smi. Raises
+    UserError if the driver does not answer.
     """
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -190,8 +191,8 @@ _FIGURES = ("memory.used", "memory.total", "ecc.errors.uncorrected.volatile.tota
 def check_limits(ranks: int, world: int, gpus: int, root: Path = Path("/")) -> Said:
     """Compare limits of this machine with what its ranks may need.
 
-    `ranks`: number of processes on this machine, of `world` in all. `root`: directory with Linux's files, for
-    tests.
+    `ranks`: number of processes on this machine. `world`: number of all processes of the run. `root`: root of the
+    file system, which tests replace.
     """
     crowd = describe_crowd(ranks)
     if crowd is not None:

@@ -1,7 +1,7 @@
 """Measurements on the ranks of a run: the devices that torch finds, and the links between ranks.
 
-Usage: python -m realrl.runtime.doctor.ranks FILE DEVICE, as a rank of a launcher. Rank 0 writes FILE twice: first
-with torch's versions and GPUs as soon as torch is loaded, and again with the links.
+Usage: python -m realrl.runtime.doctor.ranks FILE DEVICE, as a rank of a launcher. Rank 0 writes FILE twice: with
+torch's versions and GPUs as soon as torch is loaded, and later with the links too.
 """
 
 import json

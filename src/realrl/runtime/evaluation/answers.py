@@ -59,11 +59,11 @@ class AnswerMetrics:
     """
 
     def __init__(self, settings: EvaluationConfig, reader: AnswerReader | None) -> None:
-        """`reader` reads the final answers for majority votes."""
+        """`reader` extracts final answers from completions, for majority votes."""
         self._settings, self._reader = settings, reader if settings.majority_at else None
 
     def compute(self, answers: Sequence[Answer], others: Sequence[Answer] | None) -> dict[str, float]:
-        """Compute the metrics. `others` are another model's answers: the same number to each prompt.
+        """Compute the metrics. `others`: as many answers of another model to the same prompts.
 
         Answers without a score are ignored, and so are prompts with too few scored answers. A metric is NaN if no
         prompt is left. `pass@k/prompts` and `majority@k/prompts` count the prompts that are averaged.

@@ -40,7 +40,7 @@ class Evaluation:
         tokenizer: Any,
         judge: Judge | None,
     ) -> None:
-        """`judge` is a loaded judge. It is None on ranks that do not call it."""
+        """`judge` is None on ranks that do not call it, and if the recipe has no judge."""
         self._process, self._worker, self._phase, self._records = process, worker, phase, records
         self._tokenizer, self._seed = tokenizer, experiment.seed
         spec, self._settings = experiment.spec, experiment.evaluation
@@ -153,7 +153,7 @@ class Evaluation:
 
 
 def _count_left_out(records: Dataset) -> dict[str, float]:
-    """Count the skipped records, and how many of them were too long. No metrics if no record was skipped."""
+    """Count the skipped records, and how many of them were too long. Empty if no record was skipped."""
     if not records.skipped:
         return {}
     return {"skipped_records": records.skipped, "too_long_records": records.too_long}

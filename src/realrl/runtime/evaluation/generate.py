@@ -56,7 +56,7 @@ class SamplingJob:
 
     model_dir: str
     prompts: Sequence[Record]
-    """Records from the command line, with the field prompt or messages."""
+    """Records from the command line, with the field `prompt` or `messages`."""
     source: Any
     """Data set whose records follow `prompts`, written like `data.eval` of a recipe; None without a data set."""
     sampling: GenerationConfig
@@ -185,7 +185,7 @@ def _write_row(prompt: str | list[Message], answer: Answer, others: dict[str, An
 
 
 class _Prompts:
-    """Reads the prompts of a job by the rules of training, and remembers the original prompts."""
+    """Reads the prompts of a job as training would, and remembers the original prompts."""
 
     def __init__(self, job: SamplingJob) -> None:
         self._job = job
@@ -216,8 +216,8 @@ class _Prompts:
 
     def _check(self, origin: str, text: Text | Conversation | Steps) -> None:
         """Check that a prompt is not empty and leaves room for an answer."""
-        # Tokenize only the start of a text of megabytes: it is too long already, and the whole text would take
-        # seconds.
+        # Tokenize only the start of a text of megabytes. The start alone is too long already, and the whole text
+        # would take seconds.
         long = _CHARACTERS * self._shape.max_positions
         start = text if len(text.prompt) <= long else Text(text.prompt[:long], None)
         (row,) = tokenize([start], self._tokenizer, self._stop_token_ids)

@@ -137,7 +137,7 @@ class Opponent:
             self._named(self._run.load)
         result = self._run.evaluation.run()
         del self._run
-        # Reference cycles may still keep this model in memory, where the recipe's own models are loaded next.
+        # Reference cycles may still keep this model in memory, which the recipe's own models need next.
         gc.collect()
         return result
 

@@ -61,7 +61,10 @@ class BestEvaluation:
 
 
 class TrainingEvaluations:
-    """Evaluations of a training run on one rank, with their records, their opponent, and the best one so far."""
+    """Evaluations of a training run on one rank: their records, the opponent, and the best evaluation so far.
+
+    The opponent is the model of `evaluation.against`.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Launch a run in several processes: start the ranks, wait, find the cause of a failure, restart or shrink.
+"""Launch a run in several processes: start the ranks, wait, find the cause of a failure, and restart them.
 
 The ranks are processes of this machine (`local.py`) or of a Ray cluster (`on_ray.py`). This module does not import
 torch. A launcher with torch would take seconds longer to start, and would occupy memory on every GPU that it
@@ -56,7 +56,7 @@ class Start:
     plan: str | None = None
     """Text of the plan that a search found for a recipe with `plan: search`."""
     objects: bytes | None = None
-    """Functions of a script that the recipe names, see `runtime.script_objects`."""
+    """Functions of a script that the recipe names, serialised by `runtime.script_objects`."""
 
     @classmethod
     def of(
@@ -145,8 +145,8 @@ def check_local(cluster: Cluster) -> None:
 def launch(start: Start, settings: LaunchConfig, start_ranks: StartRanks) -> Outcome:
     """Run a command once.
 
-    If a process fails, all other processes are ended. If this process is asked to end, it raises Interrupted after
-    all ranks have ended.
+    If a process fails, all other processes are ended. If this process is asked to end, this function raises
+    Interrupted after all ranks have ended.
     """
     return _run(start_ranks, start, range(start.cluster.size), 0, settings, lambda: None)
 
@@ -196,7 +196,7 @@ def launch_training(
 def find_smaller_start(
     policy: RestartPolicy, cause: Failure, shrink: Shrink, count_devices: CountDevices
 ) -> Start | None:
-    """Return the start without broken devices; None if no device is broken, or if the run cannot continue."""
+    """Return the start on the devices that work; None if no device is broken, or if the run cannot continue."""
     broken = policy.broken_devices
     left = [device for device in policy.devices if device not in broken]
     reason = (

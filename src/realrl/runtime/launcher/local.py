@@ -158,7 +158,7 @@ def _describe_rank(rank: int, cluster: Cluster, scratch: Path, ray: RayNode | No
     node = cluster.node(rank)
     here = cluster.ranks(node)
     if ray is None:
-        # Keep what the user has set.
+        # Variables that the user has set take precedence.
         loopback = dict.fromkeys(INTERFACE_VARIABLES, find_loopback())
         environment = {"OMP_NUM_THREADS": str(count_threads(len(here))), **loopback, **os.environ}
         meeting = {STORE_VARIABLE: str(scratch / "store")}
@@ -178,7 +178,7 @@ def _describe_rank(rank: int, cluster: Cluster, scratch: Path, ray: RayNode | No
         SCRATCH_VARIABLE: str(scratch),
         ERROR_FILE_VARIABLE: str(scratch / f"failure-{rank}.json"),
         LAUNCHER_VARIABLE: str(os.getpid()),
-        # Files that a killed rank leaves there are removed together with the scratch directory.
+        # Temporary files of a killed rank are removed together with the scratch directory.
         "TMPDIR": str(scratch / _TEMPORARY),
     }
 

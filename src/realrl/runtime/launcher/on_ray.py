@@ -281,7 +281,7 @@ def connect_to_ray(cluster: Cluster, *, gpus: bool | None, settings: LaunchConfi
 
 
 def _list_import_path() -> str:
-    """Make the paths in this process's PYTHONPATH absolute, because the user's code may be there."""
+    """Return this process's PYTHONPATH with absolute paths, because the user's code may be there."""
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return os.pathsep.join(dict.fromkeys(str(Path(entry).absolute()) for entry in given if entry))
 

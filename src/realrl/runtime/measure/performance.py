@@ -184,7 +184,7 @@ class Performance:
         generates = {call.name for call in self.graph.calls if call.kind is Kind.GENERATE}
         for span in step.spans:
             if span.alone:
-                continue  # a function, which runs at the same time as other work, or a wait for one
+                continue  # a function that runs at the same time as other work, or a wait for a function
             # Replicas generate independently of each other. In other calls, all ranks wait for each other.
             group_of = self.plan[span.name].item_index if span.name in generates else lambda _: 0
             for rank, seconds in span.measure_busy(group_of).items():

@@ -80,8 +80,8 @@ def count_allocations() -> Iterator[Allocations]:
     """Count all tensor allocations of this thread in the block. No other profiler may be active.
 
     Memory that another thread releases after a collective counts until its address is used again. Allocations are
-    not slowed down. Each allocation leaves a record of 2 kB until the block ends or calls `fold`, which takes 4 µs
-    for each record.
+    not slowed down. Each allocation leaves a record of 2 kB until the block ends or calls `fold`. To process the
+    record then takes 4 µs.
 
     No simpler measurement exists on a CPU: torch itself counts only on GPUs, and the resident memory of a process
     may include freed memory.
@@ -110,7 +110,7 @@ class TimedSpan:
     start: float
     end: float
     bytes: int | None = None
-    """Peak bytes of tensors during the call, and during the moves before it."""
+    """Peak bytes of tensors during the call, and during the reallocations and copies before it."""
     alone: bool = False
     """Whether each rank runs this independently of other ranks. This holds for functions, and for waits."""
     work: WorkDone | None = None
@@ -245,7 +245,10 @@ class StepTimer:
             self._allocations.fold()
 
     def _peak(self, found: Allocations | None, call: str) -> int | None:
-        """Return the peak bytes since the previous call. Moves after the last call of a step do not count."""
+        """Return the peak bytes since the previous call.
+
+        Reallocations and copies after the last call of a step do not count.
+        """
         moving = self._moving_peak
         self._moving_peak = 0
         if self._cuda:

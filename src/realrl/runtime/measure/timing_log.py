@@ -74,14 +74,14 @@ KEPT_STEPS = 10_000
 
 @dataclass
 class Times:
-    """Seconds that a step, call or reallocation takes in each step, and its peak memory on a device."""
+    """Seconds of a step, call or reallocation, with one number for each step, and its peak bytes on a device."""
 
     seconds: list[float] = field(default_factory=list)
     bytes: int | None = None
 
     @property
     def counted(self) -> list[float]:
-        """Seconds of all steps except the first, which is a warm-up, unless it is the only one."""
+        """Seconds of all steps but the first, which is a warm-up. If there is only one step, it counts."""
         return self.seconds[1:] or self.seconds
 
     def add(self, seconds: float) -> None:

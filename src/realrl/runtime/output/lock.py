@@ -32,7 +32,7 @@ class RunLock:
     def take(self, *, make: bool = False) -> None:
         """Lock the directory. Raises UserError if another process has locked it.
 
-        A missing directory is created with `make`; without `make`, nothing is locked.
+        If the directory is missing, it is created with `make`, and not locked without `make`.
 
         A restarted run never fails here, because the lock of its earlier start may remain after its host is gone.
         On a file system without locks, nothing is locked.

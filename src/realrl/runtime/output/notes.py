@@ -205,7 +205,7 @@ def list_metric_notes(
     """Yield a note about each metric that `spec` names but the first step and the first evaluation lack.
 
     `graph`: the calls of a training step. `trained`, `evaluated`: metrics by `call/name`. `evaluated` is None in a
-    run without evaluation, in which metrics of evaluations may be missing.
+    run without evaluation. Metrics of evaluations may then be missing.
     """
     given = {*trained, *(evaluated or ())}
     for field, name in _named_metrics(spec):

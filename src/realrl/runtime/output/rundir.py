@@ -56,7 +56,7 @@ CODE = "code"
 """Name of the directory with copies of the code files that the recipe names. The name of a copy is that of its
 setting."""
 _STARTED = {PROGRAMS, CONFIG, PLAN, CODE, RECORD, HISTORY, "logs", "ranks", *TRACKED}
-"""Names of everything that exists before the first step. A run that ended before it has left nothing else."""
+"""Names of everything that exists before the first step. Runs that ended before that left nothing else."""
 BEST_NOTE = f"{BEST}.json"
 """Name of the file about the evaluation that produced the best models."""
 EVALUATIONS = "eval"
@@ -76,8 +76,8 @@ class RunDirectory:
     def check(self, experiment: Experiment) -> bool:
         """Check that the directory can be used. Returns whether it contains a run.
 
-        The directory must be writable, and must be empty or that of a run. With `overwrite`, it must not contain a
-        model, data or another file that the run reads. Raises UserError if it cannot be used.
+        The directory must be writable, and must be empty or belong to a run. With `overwrite`, it must not contain
+        a model, data or another file that the run reads. Raises UserError if it cannot be used.
         """
         if not self.path.is_file():
             check_directory(f"run_dir={self.path}", self.path)
@@ -106,8 +106,10 @@ class RunDirectory:
                 )
 
     def mark(self) -> tuple[int, int] | None:
-        """Return a value that identifies the run in this directory, and differs for a new run; None without a
-        run."""
+        """Return a value that identifies the run in this directory; None without a run.
+
+        A new run in the same directory has another value.
+        """
         try:
             status = (self.path / CONFIG).stat()
         except OSError:

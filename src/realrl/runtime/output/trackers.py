@@ -40,7 +40,7 @@ class TrackedRun:
         return self.directory.resolve().name
 
     def load_id(self, tracker: str) -> str | None:
-        """Return the id that a tracker gave to this run at an earlier start; None without one."""
+        """Return the id that a tracker gave to this run at an earlier start; None if there is no id."""
         try:
             found = json.loads(self._file(tracker).read_text(encoding="utf-8"))["id"]
         except (OSError, ValueError, LookupError, TypeError):
@@ -48,7 +48,7 @@ class TrackedRun:
         return found if isinstance(found, str) else None
 
     def save_id(self, tracker: str, name: str) -> None:
-        """Save the id that a tracker gave to this run, so that it can be resumed. Raises OSError."""
+        """Save the id that a tracker gave to this run, so that a later start can use it. Raises OSError."""
         write_whole(self._file(tracker), json.dumps({"id": name}) + "\n")
 
     def _file(self, tracker: str) -> Path:
@@ -148,7 +148,7 @@ class MlflowTracker:
         return name
 
     def _send_parameters(self) -> None:
-        """Send settings. After a failure, the remaining ones are sent when the run is opened again."""
+        """Send settings. After a failure, the remaining settings are sent when the run is opened again."""
         from mlflow.entities import Param
 
         while self._parameters:

@@ -59,7 +59,7 @@ class UntaughtSteps:
                 yield f"taught the {_name_role(call)} nothing: {reason}{so_far}"
 
     def describe(self, steps: str) -> Iterator[str]:
-        """Yield a sentence for each call that had such steps.
+        """Yield a sentence for each call that had steps without effect.
 
         `steps`: text for the number of all steps, such as `5` or `the last 20`.
         """
