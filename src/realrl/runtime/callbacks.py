@@ -1,4 +1,4 @@
-"""Callbacks of a training run, on the rank that writes."""
+"""Callbacks of a training run. Only the rank that writes the run directory calls them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ class Step:
     step: int
     """Number of finished training steps."""
     steps: int
-    """Number of training steps that the run will have."""
+    """Total number of training steps of the run."""
     metrics: Mapping[str, float]
     """Metrics by name, such as `actor.train/loss`."""
     seconds: float
@@ -30,7 +30,7 @@ class Step:
 
 
 def check_callbacks(callbacks: Any) -> list[Any]:
-    """Check callbacks, and return them as a list. Raises UserError for a wrong one.
+    """Return callbacks as a list. Raises UserError for an object that is not a callback.
 
     A callback is a function that takes a Step, or an object with `on_step` or `on_evaluation`.
     """
@@ -46,9 +46,10 @@ def check_callbacks(callbacks: Any) -> list[Any]:
 
 
 class CallbackObserver:
-    """Observer that shows a run, and calls the callbacks of its script."""
+    """Observer that passes events of a run on to another observer, and calls the user's callbacks."""
 
     def __init__(self, shown: RunObserver, callbacks: Sequence[Any]) -> None:
+        """`shown` is the observer that shows the run."""
         self._shown, self._callbacks, self._steps = shown, callbacks, 0
         self.ends = False
 

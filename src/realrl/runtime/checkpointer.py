@@ -1,4 +1,4 @@
-"""Write checkpoints while training continues: a thread writes them, commits them, and deletes old ones."""
+"""Write checkpoints while training continues. A thread writes each checkpoint, commits it, and deletes old ones."""
 
 import shutil
 import threading
@@ -37,9 +37,9 @@ class Checkpointer:
         group: dist.ProcessGroup | None,
         export: Callable[[Path], None],
     ) -> None:
-        """`group` has all ranks, and is used only by the writing threads.
+        """`group` has all ranks. Only the threads that write checkpoints use it.
 
-        `export` writes models to a directory, on all ranks.
+        `export` writes the trained models into a directory. All ranks call it together.
         """
         self._settings, self._best = experiment.checkpoint, experiment.evaluation.best
         spike = experiment.training.spike
@@ -66,9 +66,10 @@ class Checkpointer:
         return minutes is not None and time.monotonic() - self._begun >= 60 * minutes
 
     def save(self, state: RunState) -> None:
-        """Begin a checkpoint as soon as the previous one is complete.
+        """Wait until the previous checkpoint is complete, then begin a new one.
 
-        With `asynchronous`, this returns at once, otherwise when the checkpoint is complete.
+        With `checkpoint.asynchronous`, this returns while a thread still writes the new checkpoint. Otherwise, this
+        returns when the new checkpoint is complete.
 
         Raises RunError if this checkpoint, or the previous one, cannot be written.
         """
@@ -90,14 +91,17 @@ class Checkpointer:
             self.finish()
 
     def wait_copied(self) -> None:
-        """Wait until tensors may change. Raises RunError if the checkpoint cannot be written."""
+        """Wait until training may change the tensors of a checkpoint in progress.
+
+        Raises RunError if the checkpoint cannot be written.
+        """
         if self._thread is not None:
             self._copied.wait()
             if self._failure is not None:
                 self.finish()
 
     def wait_written(self) -> None:
-        """Wait for a checkpoint in progress, but only for a limited time.
+        """Wait at most `_PATIENCE` seconds for a checkpoint in progress.
 
         A failing run should not lose this checkpoint, but ranks that are needed to complete it may have failed too.
         """
@@ -117,9 +121,9 @@ class Checkpointer:
                 raise failure
 
     def offers_best(self, value: float) -> bool:
-        """Return whether models with this value are among the best ones, whose checkpoints are kept.
+        """Return whether an evaluation with this metric value is among the best, whose checkpoints are kept.
 
-        Called on one rank.
+        Only the rank that writes calls this.
         """
         if self._best is None or not self._settings.keep_best:
             return False
@@ -127,7 +131,7 @@ class Checkpointer:
         return is_among_best(value, others, self._best, self._settings.keep_best)
 
     def keep_best(self, value: float) -> None:
-        """Write the metric value of the last checkpoint's models, so that it is kept.
+        """Write the metric value of the last checkpoint's models, so that this checkpoint is kept.
 
         Raises RunError like `finish`.
         """
@@ -145,7 +149,7 @@ class Checkpointer:
         activity = self._process.activity
         activity.phase = f"writing {path.name}"
         try:
-            # The import takes a second, which a run without checkpoints should not pay.
+            # Import this late, because it takes a second and not every run writes checkpoints.
             from realrl.checkpoint.storage import write_state
 
             write_state(

@@ -28,14 +28,14 @@ from realrl.runtime.worker.roles import Roles
 from realrl.runtime.worker.store import Store
 
 KEPT_LENGTHS = 1 << 13
-"""Maximum number of lengths to keep; the latest are kept. It limits memory and the size of messages."""
+"""Number of latest lengths of prompts and answers to keep. It limits memory and the size of messages."""
 _REST = 100
-"""Minimum time between two comparisons, as a multiple of the time of one, because ranks wait during a
-comparison."""
+"""Minimum pause between two comparisons, as a multiple of the duration of a comparison. Ranks wait
+during a comparison, so this keeps their waiting below 1 % of the run."""
 
 
 class Costs:
-    """Collects the measurements of training steps. The rank that writes receives those of all ranks."""
+    """Collects the measurements of training steps. The rank that writes receives the measurements of all ranks."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Costs:
         self._prompts, self._answers = deque[int](maxlen=KEPT_LENGTHS), deque[int](maxlen=KEPT_LENGTHS)
         self._log = TimingLog()
         self._tokens: int | None = None
-        """Numbers of tokens of prompts and answers in the last step, on a rank that knows them."""
+        """Number of tokens of all prompts and answers in the last step; None on ranks that do not know it."""
         self._reports = StepReports(process)
         self._offsets = [0.0] * process.world
         self._performance = Performance(
@@ -109,7 +109,7 @@ class Costs:
     def report_step(self) -> dict[str, float]:
         """Send the times of a step to the rank that writes.
 
-        Returns performance metrics there, and none elsewhere.
+        Returns performance metrics on the rank that writes, and an empty dict on the other ranks.
         """
         (mine,) = self.timer.take()
         everyone = self._reports.exchange(replace(mine, tokens=self._tokens))
@@ -120,10 +120,10 @@ class Costs:
     def collect(self, *, last: bool) -> Comparison | None:
         """Compare all steps so far with the prediction.
 
-        Returns the comparison on the rank that writes, None elsewhere.
+        Returns the comparison on the rank that writes, and None on the other ranks.
 
-        Also returns None before the first step, and if the previous comparison was too recent, unless this one is
-        the `last`. All ranks call this together.
+        Also returns None before the first step. If the previous comparison was too recent, returns None unless this
+        is the `last` comparison. All ranks call this together.
         """
         self.compare_clocks()
         mine = (self.timer.reserved, read_memory(), list(self._prompts), list(self._answers))
@@ -167,17 +167,19 @@ class Costs:
 
 
 def _lengths_call(graph: DataflowGraph) -> Call:
-    """Find the call that has the lengths of prompts and answers: the first call that generates, otherwise the first
-    call that trains."""
+    """Find the call whose ranks know the lengths of prompts and answers.
+
+    This is the first generate call or, if there is none, the first train call.
+    """
     of_kind = {kind: [call for call in graph.order if call.kind is kind] for kind in Kind}
     return (of_kind[Kind.GENERATE] or of_kind[Kind.TRAIN])[0]
 
 
 def lengths(store: Store) -> tuple[list[int], list[int]]:
-    """Return the numbers of tokens of prompts and of answers in a step, on a rank that knows them.
+    """Return the lengths of all prompts and of all answers in a step, in tokens.
 
-    This rank is the first output rank of the call that generates. If no call generates, prompts are the sequences
-    of the first train call, and there are no answers.
+    Call this on a rank that knows the lengths: an output rank of the first generate call. If no call generates,
+    prompts are the sequences of the first train call, and there are no answers.
     """
     graph = store.graph
     call = _lengths_call(graph)
@@ -189,7 +191,7 @@ def lengths(store: Store) -> tuple[list[int], list[int]]:
 
 
 _TAG = 1 << 22
-"""Tag of messages, above all tags of `Exchange`."""
+"""Tag of these messages. It is above all tags that `Exchange` uses."""
 
 
 class StepReports:

@@ -1,4 +1,4 @@
-"""Write the models of a run as Hugging Face directories, in the run itself or later by `realrl export`."""
+"""Write the models of a run as Hugging Face directories, during the run or later with `realrl export`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -100,7 +100,7 @@ class _Exported:
         tokenizer: Any,
         stop_token_ids: tuple[int, ...],
     ) -> None:
-        """Write the model. `fetch` returns the portion with a given number."""
+        """Write the model. `fetch` returns the portion of tensors with a given number."""
         model_files.save(
             directory,
             self._whole,
@@ -122,7 +122,10 @@ class _Exported:
         model_files.save_adapters(directory, self.shape, self._head, weights, tokenizer, self.dtype, base)
 
     def merge(self, adapters: str) -> Callable[[int], Weights]:
-        """Return a function that returns the portion with a given number, in which adapters are merged."""
+        """Return a function that returns the portion of tensors with a given number, merged with adapters.
+
+        `adapters`: directory of the saved adapters.
+        """
         source = model_files.ModelFiles(adapters, self._whole, model_tensors(self._whole, self._head))
         return lambda number: {
             part.spec.name: source.read(part.spec, part.region) for part in self.portions[number]
@@ -137,7 +140,7 @@ def _fetch(
     dtype: torch.dtype,
     number: int,
 ) -> FlatBuffer:
-    """Read the portion with this number from the checkpoint."""
+    """Read the portion of tensors with this number from the checkpoint."""
     parts = portions[number]
     buffer = FlatBuffer([part.stored for part in parts], dtype, "cpu")
     tensors = {
@@ -154,7 +157,7 @@ def _fetch(
 class ModelSaver:
     """Saves the trained roles of a run: final models, best models, and models of checkpoints.
 
-    It exists on every rank.
+    Every rank has a saver.
     """
 
     def __init__(
@@ -193,7 +196,7 @@ class ModelSaver:
             self._save_role(role, directory / role)
 
     def _save_role(self, role: str, path: Path) -> None:
-        """Write a role. The first rank of its home writes the files."""
+        """Write the model of a role. Of the ranks that store the model, the first one writes the files."""
         if self._process.rank in self._job.homes[role].ranks:
             with self._directory.writing(path):
                 self._roles.save(role, path, self._tokenizer, self._stop_token_ids)

@@ -20,7 +20,7 @@ from realrl.runtime.prepare.inputs import load_shared_tokenizer, load_stop_token
 class Inspection:
     """Collects information about the records of `data.train` or `data.eval`.
 
-    Wrong records are counted, and reading continues.
+    Unusable records are counted, and reading continues.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Inspection:
     """Number of items to keep as samples."""
     data: Dataset | None = None
     lengths: dict[str, array] = field(default_factory=dict)
-    """Numbers of tokens of every used row: of its prompt, of its answers, and in total."""
+    """Numbers of tokens of all used rows, separately for their `prompt`, their `answers` and the `whole` row."""
     first: list[tuple[str, Sequence[Row]]] = field(default_factory=list)
     """The first items of each source, with their origin FILE:LINE and their rows."""
     fields: Counter[str] = field(default_factory=Counter)

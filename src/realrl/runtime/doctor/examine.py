@@ -1,4 +1,7 @@
-"""Examine a machine, or all nodes of a run, for what would stop a run or slow it down. Imports no torch."""
+"""Look for problems on a machine, or on all nodes, that would stop a run or slow it down.
+
+Importing this module does not import torch.
+"""
 
 import os
 import socket
@@ -42,14 +45,14 @@ if TYPE_CHECKING:
     from realrl.runtime.processes.process import Process
 
 SECONDS, RANK_SECONDS = 10.0, 40.0
-"""Maximum seconds for the checks of a machine, and for its ranks to meet and measure."""
+"""Maximum seconds for the checks of a machine, and for its ranks to connect and measure."""
 _RANKS_WITHOUT_RECIPE = 2
-"""Number of processes that exchange messages on a machine without GPUs, if no recipe sets it."""
+"""Number of processes that exchange messages on a machine without GPUs, if there is no recipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is examined: devices, and the recipe and the directory of a run if they are given."""
+    """What to examine: devices, a run directory, and a recipe if the user names one."""
 
     cluster: Cluster
     ranks: int
@@ -58,9 +61,9 @@ class Subject:
     run_dir: Path
     experiment: Experiment | None
     job: Job | None
-    """The recipe's plan and memory. None if the plan is searched for later, or the recipe has a mistake."""
+    """The recipe with its plan and memory. None without a recipe or plan, or if the recipe has a mistake."""
     spec: ClusterSpec | None
-    """The planner's figures of the devices, if the user names their kind."""
+    """The planner's figures for the devices; None if the user does not name their kind."""
     gpus: Sequence[Mapping[str, str]]
     """GPUs of this machine that may be used, as `list_gpus` returns them."""
     driver_error: str
@@ -70,9 +73,9 @@ class Subject:
 def find_subject(
     experiment: Experiment | None, cluster: str | None, run_dir: str | None, *, launched: NodePlace | None
 ) -> Subject:
-    """Find out what to examine. Raises UserError for a wrong cluster.
+    """Determine what to examine. Raises UserError for an invalid cluster.
 
-    `launched`: the node of this process, if a launcher started the process as part of a group.
+    `launched`: the node of this process; None if no launcher has started the process.
     """
     device = "auto" if experiment is None else experiment.device
     text = cluster or ("auto" if experiment is None else experiment.cluster)
@@ -108,9 +111,9 @@ def find_subject(
 
 
 def find_launched(environment: Mapping[str, str]) -> NodePlace | None:
-    """Find the node of this process among the nodes of a launcher; None if no launcher sets where ranks meet.
+    """Find the node of this process among the nodes that a launcher has started; None without a launcher.
 
-    Raises UserError for variables that are not numbers.
+    Raises UserError if a variable that counts or numbers ranks has no valid number.
     """
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         return None
@@ -125,7 +128,7 @@ def find_launched(environment: Mapping[str, str]) -> NodePlace | None:
 
 
 def examine_locally(subject: Subject) -> list[Finding]:
-    """Examine this machine. Local processes are started that measure as the ranks of a run would."""
+    """Examine this machine. This starts local processes, which measure links like the ranks of a run."""
     measured = Measured()
 
     def measure() -> None:
@@ -152,8 +155,7 @@ def _list_checks(subject: Subject) -> list[tuple[str, Callable[[], Said]]]:
 
 
 def count_checkpoint_bytes(job: Job | None) -> int | None:
-    """Count the bytes of a checkpoint that has all that a resumed run needs; None if a model's sizes are not
-    known."""
+    """Compute the size of a checkpoint in bytes; None if the sizes of a model are unknown."""
     if job is None or job.unknown:
         return None
     total = 0
@@ -168,7 +170,7 @@ def count_checkpoint_bytes(job: Job | None) -> int | None:
 
 
 def judge_ranks(subject: Subject, measured: Measured) -> list[Finding]:
-    """Judge the measurements of the ranks, and check the recipe with the devices that the ranks have."""
+    """Judge the measurements of the ranks, and check the recipe against the devices of the ranks."""
     here = _find_here(subject, measured.torch)
     spec = subject.spec or _guess_spec(subject.cluster, here)
     torch, experiment = measured.torch, subject.experiment
@@ -186,8 +188,10 @@ def judge_ranks(subject: Subject, measured: Measured) -> list[Finding]:
 
 
 def check_torch(torch: Mapping[str, Any], subject: Subject) -> Said:
-    """Compare the GPUs that torch finds (`describe_torch`) with those that the driver lists, and with the local
-    ranks."""
+    """Compare the GPUs that torch finds with the GPUs that the driver lists, and with the number of local ranks.
+
+    `torch` is the result of `describe_torch`.
+    """
     name, listed, seen = f"torch {torch['torch']}", len(subject.gpus), len(torch["devices"])
     if subject.device == "cpu" or not (seen or listed or subject.device == "cuda"):
         yield "ok", f"{name} computes on CPUs"
@@ -215,7 +219,7 @@ def _find_here(subject: Subject, torch: Mapping[str, Any] | None) -> Here | None
 
 
 def _guess_spec(cluster: Cluster, here: Here | None) -> ClusterSpec | None:
-    """Find the planner's figures of the devices that ranks have; None for GPUs of an unknown kind."""
+    """Find the planner's figures for the devices of the ranks; None for GPUs of an unknown kind."""
     kind = find_gpu_kind(here.name) if isinstance(here, Gpu) else None
     name = "cpu" if here == "cpu" else None if kind is None else kind.name
     try:
@@ -225,7 +229,10 @@ def _guess_spec(cluster: Cluster, here: Here | None) -> ClusterSpec | None:
 
 
 def _check_fit(experiment: Experiment, subject: Subject, here: Here | None) -> Said:
-    """Check that a recipe fits the devices, like `realrl train`. `here`: the device, if it is known."""
+    """Check, like `realrl train`, that a recipe fits the devices.
+
+    `here`: the device that ranks compute on; None if it is unknown.
+    """
     if subject.recipe_error:
         yield "problem", subject.recipe_error
     job = subject.job
@@ -244,7 +251,7 @@ def _check_fit(experiment: Experiment, subject: Subject, here: Here | None) -> S
 
 
 def _try_functions(experiment: Experiment) -> Said:
-    """Load the functions of a recipe, and try its verifiers, like a run before its start."""
+    """Load the functions of a recipe, and try its verifiers, as a run does before its start."""
     # This import needs torch, which the other checks must not import.
     from realrl.runtime.prepare.inputs import check_functions
 
@@ -254,9 +261,10 @@ def _try_functions(experiment: Experiment) -> Said:
 
 
 def examine_together(subject: Subject) -> list[Finding]:
-    """Examine every node on its first rank, and links on all ranks. Rank 0 returns all findings.
+    """Examine every node on its first rank, and links on all ranks. Every rank returns all findings.
 
-    If ranks do not meet in time, each returns the findings of its own node. A thread may then keep waiting.
+    If the ranks do not connect in time, each rank returns the findings of its own node. The thread that connects
+    may then keep waiting.
     """
     from realrl.runtime.processes.process import connect
 

@@ -1,4 +1,4 @@
-"""Measure links between ranks in local processes, and compare them with the planner's figures. Imports no torch."""
+"""Measure links between local processes, and compare links with the planner's figures. Does not import torch."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from realrl.runtime.doctor.machine import Said
 from realrl.runtime.processes.environment import LAUNCHER_VARIABLE, STORE_VARIABLE
 
 _MOST_RANKS = 16
-"""Maximum number of processes that are started. They are enough to find out whether more would work."""
+"""Maximum number of processes to start. If that many processes can exchange messages, more can too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Link:
     name: str
     between_nodes: bool
     bytes_per_s: float
-    """Speed of a large message, or the speed at which each GPU sends in a large all-reduce."""
+    """Speed of a large message. For NCCL, the speed at which each GPU sends in a large all-reduce."""
     round_trip: float = 0.0
     """Seconds that a small message takes to another rank and back."""
     nccl: bool = False
@@ -34,13 +34,13 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What ranks have measured."""
+    """Measurements of the ranks."""
 
     torch: Mapping[str, Any] | None = None
-    """What `describe_torch` returned; None if no process could load torch."""
+    """Result of `describe_torch`; None if no process could load torch."""
     links: Sequence[Link] = ()
     error: str = ""
-    """Why further measurements are missing."""
+    """Reason why measurements are missing; empty if all are present."""
 
 
 def measure_locally(ranks: int, device: str, seconds: float) -> Measured:
@@ -87,7 +87,7 @@ def measure_locally(ranks: int, device: str, seconds: float) -> Measured:
 
 
 def judge_links(measured: Measured, spec: ClusterSpec | None) -> Said:
-    """Compare measured links with the links that predictions assume. `spec`: None for devices of unknown kind."""
+    """Compare measured links with the links that predictions assume. `spec` is None for an unknown device kind."""
     if measured.error:
         # Virtual machines and PCIe switches sometimes lose messages between GPUs.
         gpus = measured.torch is not None and measured.torch["devices"]

@@ -48,7 +48,10 @@ Said = Iterator[tuple[Status, str]]
 def run_checks(
     checks: Sequence[tuple[str, Callable[[], Iterable[tuple[Status, str]] | None]]], seconds: float
 ) -> list[Finding]:
-    """Run checks in threads, so that a check that fails or hangs does not stop the other checks."""
+    """Run checks in threads, so that a check that fails or hangs does not stop the other checks.
+
+    `checks`: pairs (subject of the findings, check). `seconds`: time limit for all checks together.
+    """
     found: list[list[Finding]] = [[] for _ in checks]
 
     def run(place: int) -> None:
@@ -131,9 +134,10 @@ _QUERY = (
 
 
 def list_gpus(environment: Mapping[str, str] = os.environ) -> list[dict[str, str]]:
-    """Ask nvidia-smi for the GPUs that CUDA_VISIBLE_DEVICES leaves to this process. Keys are the names in `_QUERY`.
+    """Ask nvidia-smi for the GPUs that CUDA_VISIBLE_DEVICES allows.
 
-    The list is empty without nvidia-smi. Raises UserError if the driver does not answer.
+    Returns a dict for each GPU, with the names in `_QUERY` as keys. The list is empty without nvidia-smi. Raises
+    UserError if the driver does not answer.
     """
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -158,7 +162,7 @@ def list_gpus(environment: Mapping[str, str] = os.environ) -> list[dict[str, str
 
 
 def check_gpus(gpus: Sequence[Mapping[str, str]], driver_error: str = "") -> Said:
-    """Look for memory errors, MIG slices and other users of GPUs, and for the tools that Triton needs to launch
+    """Look for memory errors, MIG slices, memory that other programs use, and the tools that Triton needs to launch
     kernels."""
     if driver_error:
         yield "problem", driver_error
@@ -166,7 +170,7 @@ def check_gpus(gpus: Sequence[Mapping[str, str]], driver_error: str = "") -> Sai
         names, first = ", ".join(sorted({gpu["name"] for gpu in gpus})), gpus[0]
         yield "ok", f"{len(gpus)} x {names}, {first['memory.total']} MiB, driver {first['driver_version']}"
     for gpu in gpus:
-        # Figures are in MiB, or `[N/A]` if a GPU does not have them.
+        # nvidia-smi prints memory in MiB, and `[N/A]` for a figure that a GPU does not have.
         used, total, errors = (int(gpu[name]) if gpu[name].isdecimal() else 0 for name in _FIGURES)
         name = f"GPU {gpu['index']}"
         if errors:
@@ -187,8 +191,8 @@ _FIGURES = ("memory.used", "memory.total", "ecc.errors.uncorrected.volatile.tota
 def check_limits(ranks: int, world: int, gpus: int, root: Path = Path("/")) -> Said:
     """Compare limits of this machine with what its ranks may need.
 
-    `ranks`: number of processes on this machine, of `world` in all. `root`: directory with Linux's files, for
-    tests.
+    `ranks`: number of processes on this machine. `world`: number of all processes of the run. `root`: root of the
+    file system, which tests replace.
     """
     crowd = describe_crowd(ranks)
     if crowd is not None:
@@ -232,9 +236,9 @@ def _count_free(folder: Path) -> int:
 
 
 def check_disk(run_dir: Path, need: int | None) -> Said:
-    """Try to write into the directory of the run, and measure free space and speed. Removes all that it writes.
+    """Try to write into the directory of the run, and measure free space and speed. Leaves no file behind.
 
-    `need`: bytes of a checkpoint that has all that a resumed run needs, if known.
+    `need`: size of a checkpoint in bytes; None if it is unknown.
     """
     nearest = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
     if not nearest.is_dir():
@@ -264,7 +268,7 @@ def check_disk(run_dir: Path, need: int | None) -> Said:
 def _measure_writing(folder: Path) -> float:
     """Return the speed of writing in bytes per second.
 
-    Writes an unnamed file, 64 MiB or for 2 s, until it is on disk.
+    Writes a temporary file of 64 MiB, or for 2 s if that is shorter. The time includes the flush to the disk.
     """
     part = os.urandom(4 << 20)
     with tempfile.NamedTemporaryFile(dir=folder, buffering=0) as file:

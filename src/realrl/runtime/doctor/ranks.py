@@ -1,7 +1,7 @@
 """Measurements on the ranks of a run: the devices that torch finds, and the links between ranks.
 
-Usage: python -m realrl.runtime.doctor.ranks FILE DEVICE, as a rank of a launcher. Rank 0 writes FILE twice: first
-with torch's versions and GPUs as soon as torch is loaded, and again with the links.
+Usage: python -m realrl.runtime.doctor.ranks FILE DEVICE, as a rank of a launcher. Rank 0 writes FILE twice: with
+torch's versions and GPUs as soon as torch is loaded, and later with the links too.
 """
 
 import json
@@ -27,6 +27,7 @@ from realrl.runtime.supervision.orphans import end_with_launcher
 _LARGE, _LARGE_ON_GPU = 8 << 20, 128 << 20
 """Bytes of the messages that measure speed, on CPUs and on GPUs."""
 _MOST_PEERS = 16
+"""Maximum number of ranks with which rank 0 measures a link."""
 
 
 def describe_torch() -> dict[str, Any]:
@@ -49,7 +50,10 @@ def describe_torch() -> dict[str, Any]:
 
 
 def measure_links(process: Process) -> list[Link]:
-    """Measure the links of rank 0, and those of all GPUs. All ranks call this together; rank 0 gets the results."""
+    """Measure the links from rank 0 to other ranks over gloo, and between all GPUs over NCCL.
+
+    All ranks call this together. Only rank 0 returns all links.
+    """
     with process.together():
         _compute(process)
     everyone: list[tuple[str, int]] = process.gather((socket.gethostname(), find_node_place().node))
@@ -71,9 +75,9 @@ def measure_links(process: Process) -> list[Link]:
 
 
 def _compute(process: Process) -> None:
-    """Compute something.
+    """Try a small computation on the device of this rank.
 
-    Raises UserError if this torch has no kernels for the GPU, or if other users block the GPU.
+    Raises UserError if it fails: for example, torch has no kernels for the GPU, or another program blocks it.
     """
     try:
         torch.ones(1024, device=process.device).sum().item()

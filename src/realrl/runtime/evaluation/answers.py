@@ -10,7 +10,7 @@ from realrl.recipe.algorithm import SCORE
 from realrl.recipe.evaluation import JUDGE, JUDGE_WIN_RATE, WIN_RATE, AnswerReader, EvaluationConfig
 
 PROMPTS = "prompts"
-"""Suffix of metrics that count the prompts over which another metric is a mean."""
+"""Last part of metric names such as `pass@8/prompts`, which counts the prompts in the mean `pass@8`."""
 
 
 @dataclass(kw_only=True)
@@ -24,7 +24,7 @@ class Answer:
     finished: bool
     """Whether the answer ended by itself, before the length limit."""
     values: Mapping[str, float]
-    """Values of this answer in the evaluation graph, one number per key."""
+    """Numbers that the evaluation graph computed for this answer, such as its score, by key."""
     judge: float | None = None
     """Score by `evaluation.judge`."""
 
@@ -59,11 +59,11 @@ class AnswerMetrics:
     """
 
     def __init__(self, settings: EvaluationConfig, reader: AnswerReader | None) -> None:
-        """`reader` reads the final answers for majority votes."""
+        """`reader` extracts final answers from completions, for majority votes."""
         self._settings, self._reader = settings, reader if settings.majority_at else None
 
     def compute(self, answers: Sequence[Answer], others: Sequence[Answer] | None) -> dict[str, float]:
-        """Compute the metrics. `others` are the answers of another model, equally many to the same prompts.
+        """Compute the metrics. `others`: as many answers of another model to the same prompts.
 
         Answers without a score are ignored, and so are prompts with too few scored answers. A metric is NaN if no
         prompt is left. `pass@k/prompts` and `majority@k/prompts` count the prompts that are averaged.
@@ -107,7 +107,7 @@ class AnswerMetrics:
     def write_rows(
         self, answers: Sequence[Answer], others: Sequence[Answer] | None, keys: Sequence[str]
     ) -> list[dict[str, Any]]:
-        """Write the rows of a samples file, one per answer. `keys` are the values that a row shows."""
+        """Return the rows of a samples file, one per answer. `keys` names the values that a row includes."""
         rows = []
         for i, answer in enumerate(answers):
             row: dict[str, Any] = {
@@ -152,16 +152,19 @@ def _mean(values: "Iterator[float | None] | Sequence[float | None]") -> float:
 
 
 def estimate_pass(answers: int, right: int, k: int) -> float:
-    """Estimate the probability that at least one of k answers is right, if `right` of `answers` answers are.
+    """Estimate the probability that at least one of k answers is right, given that c of n answers are right.
 
-    This is 1 - C(n - c, k) / C(n, k), the unbiased estimate of Chen et al. 2021 (arXiv 2107.03374, equation 1). It
-    is the share of all sets of k answers that contain a right answer. k must be at most `answers`.
+    Here, n is `answers` and c is `right`. The estimate 1 - C(n - c, k) / C(n, k) is unbiased (Chen et al. 2021,
+    arXiv 2107.03374, equation 1). It is the share of all sets of k answers that contain a right answer. k must not
+    exceed n.
     """
     return 1 - comb(answers - right, k) / comb(answers, k)
 
 
 def estimate_majority(votes: Sequence[tuple[str | None, bool]], k: int) -> float:
-    """Estimate the probability that the majority of k answers is right, as a mean over groups of k answers.
+    """Estimate the probability that the majority of k answers is right.
+
+    This is the mean of `judge_majority` over groups of k successive answers.
 
     `votes`: at least k pairs (answer, whether it is right). An answer that is None does not vote.
     """

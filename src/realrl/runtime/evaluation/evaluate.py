@@ -40,7 +40,7 @@ class Evaluation:
         tokenizer: Any,
         judge: Judge | None,
     ) -> None:
-        """`judge` is a loaded judge. It is None on ranks that do not call it."""
+        """`judge` is None on ranks that do not call it, and if the recipe has no judge."""
         self._process, self._worker, self._phase, self._records = process, worker, phase, records
         self._tokenizer, self._seed = tokenizer, experiment.seed
         spec, self._settings = experiment.spec, experiment.evaluation
@@ -64,7 +64,7 @@ class Evaluation:
         self._opponents: list[Answer] | None = None
 
     def face(self, others: EvaluationResult) -> None:
-        """From now on, compare the answers with those of another model to the same prompts."""
+        """From now on, compare the answers with another model's answers to the same prompts."""
         self._opponents = others.answers
 
     def run(self) -> EvaluationResult:
@@ -128,7 +128,7 @@ class Evaluation:
         return [self._answer({key: rows[key][i] for key in keys}) for i in range(store.size)]
 
     def _held(self, store: Store, key: str) -> dict[int, list[float]]:
-        """Return the rows of a key that this rank has produced, by item."""
+        """Return the rows of a graph value that this rank has produced, by item. `key` is the name of the value."""
         call = store.graph.producer(key)
         assert call is not None, "only produced keys are asked for"
         placement = store.plan[call.name]
@@ -153,7 +153,7 @@ class Evaluation:
 
 
 def _count_left_out(records: Dataset) -> dict[str, float]:
-    """Count the skipped records, and those among them that were too long. Empty if no record was skipped."""
+    """Count the skipped records, and how many of them were too long. Empty if no record was skipped."""
     if not records.skipped:
         return {}
     return {"skipped_records": records.skipped, "too_long_records": records.too_long}

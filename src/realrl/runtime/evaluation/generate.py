@@ -1,4 +1,4 @@
-"""`realrl generate`: generate answers of a saved model to prompts or records, and score them by a reward."""
+"""`realrl generate`: answer prompts or records with a saved model, and score the answers with a reward."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -56,9 +56,9 @@ class SamplingJob:
 
     model_dir: str
     prompts: Sequence[Record]
-    """Records from the command line, with the field prompt or messages."""
+    """Records from the command line, with the field `prompt` or `messages`."""
     source: Any
-    """Data set whose records come next, written like `data.eval` of a recipe; None without a data set."""
+    """Data set whose records follow `prompts`, written like `data.eval` of a recipe; None without a data set."""
     sampling: GenerationConfig
     seed: int
     n: int
@@ -77,7 +77,7 @@ class SamplingJob:
 
 
 def make_sampling_recipe(job: SamplingJob) -> Experiment:
-    """Create the recipe that runs a job. Raises UserError if there is no model, or for a wrong option."""
+    """Create the recipe that runs a job. Raises UserError for a missing model or an invalid option."""
     shape = model_files.read_shape(job.model_dir, job.family)
     check_top_k("top_k", job.sampling.top_k, shape.vocab_size)
     check_stop_token_ids("stop_token_ids", job.sampling.stop_token_ids or (), shape.vocab_size)
@@ -138,12 +138,12 @@ def generate_answers(
 
     There is one row per answer, in the order of prompts. A row has prompt, completion, tokens and finished, `score`
     if there is a reward, and all other fields of the record. The prompt of a conversation is a list of messages.
-    With `best`, only the answer with the highest score to each prompt is returned. `say` is called with notes.
+    With `best`, there is only the answer with the highest score to each prompt. `say` is called with notes.
     Raises UserError if a record has no prompt, a prompt is too long for the model, or the model cannot be used.
     """
     prompts = _Prompts(job)
     try:
-        # Such notes name settings of recipes, but here users give options.
+        # Notes of evaluations name recipe settings, but users of this command give options.
         report = evaluate_recipe(
             recipe, lambda note: say(note.replace("data.apply_chat_template=true", "--chat")), prompts.read
         )
@@ -185,7 +185,7 @@ def _write_row(prompt: str | list[Message], answer: Answer, others: dict[str, An
 
 
 class _Prompts:
-    """Reads the prompts of a job by the rules of training, and remembers the original prompts."""
+    """Reads the prompts of a job as training would, and remembers the original prompts."""
 
     def __init__(self, job: SamplingJob) -> None:
         self._job = job
@@ -196,7 +196,7 @@ class _Prompts:
         self.given: dict[str, str | list[Message]] = {}
         """Original prompts, which are texts or lists of messages, by the origin of their records."""
         self.others: dict[str, dict[str, Any]] = {}
-        """The other fields of records, by origin."""
+        """All fields except the prompt, by the origin of their records."""
 
     def read(self, source: str, rejects: Rejects) -> Iterator[Record]:
         """Yield the records of a source. Raises UserError for a prompt that cannot be answered."""
@@ -216,8 +216,8 @@ class _Prompts:
 
     def _check(self, origin: str, text: Text | Conversation | Steps) -> None:
         """Check that a prompt is not empty and leaves room for an answer."""
-        # Tokenize only the start of a text of megabytes: it is too long already, and the whole text would take
-        # seconds.
+        # Tokenize only the start of a text of megabytes. The start alone is too long already, and the whole text
+        # would take seconds.
         long = _CHARACTERS * self._shape.max_positions
         start = text if len(text.prompt) <= long else Text(text.prompt[:long], None)
         (row,) = tokenize([start], self._tokenizer, self._stop_token_ids)

@@ -54,9 +54,9 @@ class EvaluationRun:
         groups: Mapping[tuple[int, ...], Group],
         read: RecordReader = read_records,
     ) -> None:
-        """Prepare everything except weights. `groups` are the groups of the placements.
+        """Prepare everything except weights.
 
-        `read` reads the records of a source.
+        `groups`: the communication groups of all placements, by their ranks. `read` reads the records of a source.
 
         Raises UserError for mistakes that can be found without weights.
         """
@@ -104,7 +104,7 @@ class Opponent:
     ) -> None:
         """Prepare everything except weights. `plan` is the recipe's plan.
 
-        `origins` names the records of the evaluation.
+        `origins` has the origin of each record of the evaluation, as FILE:LINE.
 
         Raises UserError if the model cannot replace the recipe's model.
         """
@@ -137,7 +137,7 @@ class Opponent:
             self._named(self._run.load)
         result = self._run.evaluation.run()
         del self._run
-        # Reference cycles may still keep this model, and the recipe's own models are loaded next.
+        # Reference cycles may still keep this model in memory, which the recipe's own models need next.
         gc.collect()
         return result
 
@@ -152,7 +152,7 @@ def replace_model(experiment: Experiment) -> Experiment:
     other = other.model_copy(update={"computes_in": mine.computes_in})
     changed = mine.model_copy(update={name: getattr(other, name) for name in ModelConfig.model_fields})
     quiet = experiment.evaluation.model_copy(update={"against": None})
-    # Only the answers and their rewards are used, so the other settings of evaluations do not apply to this model.
+    # `against` is unset, because the other model is not compared with itself.
     return experiment.model_copy(
         update={"models": experiment.models.model_copy(update={role: changed}), "evaluation": quiet}
     )
@@ -204,7 +204,7 @@ def make_opponent(
     groups: Mapping[tuple[int, ...], Group],
     origins: list[str],
 ) -> Opponent | None:
-    """Create the opponent that a recipe names; None if it names none. The arguments are those of `Opponent`."""
+    """Create the opponent of a recipe; None without `evaluation.against`. See `Opponent` for the arguments."""
     if experiment.evaluation.against is None:
         return None
     return Opponent(experiment, plan, process, groups, origins)
@@ -216,7 +216,7 @@ METRICS_FILE, SAMPLES_FILE = "metrics.json", "samples.jsonl"
 def write_evaluation(directory: Path, experiment: Experiment, report: EvaluationReport) -> list[Path]:
     """Write the metrics of an evaluation, and its answers if there are any. Older files are replaced.
 
-    Returns the files. Raises RunError if they cannot be written.
+    Returns the paths of the written files. Raises RunError if a file cannot be written.
     """
     roles = experiment.spec.roles_of(experiment)
     content = {

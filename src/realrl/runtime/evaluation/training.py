@@ -32,7 +32,7 @@ class BestEvaluation:
     def take(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Add the metrics of an evaluation after `step` training steps. Returns whether it is the best so far.
 
-        A value that is not finite is never the best. Raises UserError if there is no such metric.
+        A value that is not finite is never the best. Raises UserError if `metrics` lacks the configured metric.
         """
         assert self.settings is not None, "a best evaluation is kept"
         name = self.settings.metric
@@ -55,13 +55,16 @@ class BestEvaluation:
             self._step, self._value = saved["step"], saved["value"]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the metric, its best value, and the number of training steps before this evaluation."""
+        """Return the metric, its best value, and the number of training steps before the best evaluation."""
         assert self.settings is not None, "a best evaluation is kept"
         return {"metric": self.settings.metric, "value": self._value, "step": self._step}
 
 
 class TrainingEvaluations:
-    """Evaluations of a training run on one rank, with their records, their opponent, and the best one so far."""
+    """Evaluations of a training run on one rank: their records, the opponent, and the best evaluation so far.
+
+    The opponent is the model of `evaluation.against`.
+    """
 
     def __init__(
         self,
@@ -73,7 +76,7 @@ class TrainingEvaluations:
         groups: Mapping[tuple[int, ...], Group],
         tokenizer: Any,
     ) -> None:
-        """`groups` are the groups of all placements.
+        """`groups` are the communication groups of all placements, by their ranks.
 
         Raises UserError for mistakes that can be found without weights.
         """
@@ -99,7 +102,7 @@ class TrainingEvaluations:
             self._opponent = None
 
     def run(self) -> EvaluationResult | None:
-        """Evaluate the current weights. Returns None without evaluations.
+        """Evaluate the current weights. Returns None if the recipe has no evaluations.
 
         Raises UserCodeError like `Evaluation.run`.
         """

@@ -23,7 +23,7 @@ def check_start(
     """Check that this machine can run the ranks of a cluster, and search for the plan if the recipe has `plan:
     search`.
 
-    Returns the devices of this machine and the plan that was found. `say` is called with the origin of the plan.
+    Returns the devices of this machine, and the plan or None. `say` is called with the origin of the plan.
     Raises UserError if this machine cannot run the ranks.
     """
     check_local(cluster)
@@ -46,10 +46,10 @@ def note_crowd(cluster: Cluster, here: Here, say: Callable[[str], None]) -> None
 
 
 def check_training(experiment: Experiment, cluster: Cluster, say: Callable[[str], None]) -> Plan | None:
-    """Check a recipe before any process starts, without reading data or weights. Raises UserError.
+    """Check a recipe before any process starts, without reading data or weights. Raises UserError for a mistake.
 
-    For several processes, this also searches for the plan if the recipe has `plan: search`, returns the plan that
-    it found, and checks that the plan fits. A single process checks this later itself, because it may use its GPU.
+    For several processes, this also checks that the plan fits. If the recipe has `plan: search`, this searches for
+    the plan and returns it. A single process does both itself after its start, because it may use its GPU.
     """
     if experiment.plan != SEARCH:
         make_job(experiment, cluster)
@@ -59,7 +59,7 @@ def check_training(experiment: Experiment, cluster: Cluster, say: Callable[[str]
     if cluster.size == 1:
         return None
     here, plan = check_start(experiment, cluster, say)
-    # Download the shapes of all models: the ranks compile with them too, and presets may depend on them.
+    # Download the shapes of all models, because the ranks use them too, and presets may depend on them.
     check_fit(make_job(experiment, cluster, plan, download=True), here)
     note_crowd(cluster, here, say)
     return plan

@@ -1,4 +1,4 @@
-"""Launch a run in several processes: start the ranks, wait, find the cause of a failure, restart or shrink.
+"""Launch a run in several processes: start the ranks, wait, find the cause of a failure, and restart them.
 
 The ranks are processes of this machine (`local.py`) or of a Ray cluster (`on_ray.py`). This module does not import
 torch. A launcher with torch would take seconds longer to start, and would occupy memory on every GPU that it
@@ -46,17 +46,17 @@ _ASKED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 @dataclass(frozen=True)
 class Start:
-    """A command `realrl ARGUMENTS` to start in one process for each device of the cluster."""
+    """The command `realrl ARGUMENTS`, which starts once for each device of the cluster."""
 
     cluster: Cluster
     arguments: Sequence[str]
     recipe: str | None = None
-    """Text of the resolved recipe, with its secrets, if it is the first argument. Ranks read this text, also after
-    restarts."""
+    """Text of the resolved recipe with its secrets, if the command takes a recipe. Ranks read this text, not the
+    user's file, also after restarts."""
     plan: str | None = None
     """Text of the plan that a search found for a recipe with `plan: search`."""
     objects: bytes | None = None
-    """Functions of a script that the recipe names, see `runtime.script_objects`."""
+    """Functions of a script that the recipe names, serialised by `runtime.script_objects`."""
 
     @classmethod
     def of(
@@ -67,13 +67,19 @@ class Start:
         plan: Plan | None = None,
         objects: bytes | None = None,
     ) -> "Start":
-        """Create the start of a command that takes a recipe, such as `train`, followed by its options."""
+        """Create the start of a command that takes a recipe.
+
+        `command`: the name of the command, such as `train`, and its options.
+        """
         text = None if plan is None else plan.to_text(experiment.graph)
         return cls(cluster, command, dump_experiment(experiment, secrets=True), text, objects)
 
 
 class Ranks(Board, Protocol):
-    """The ranks of one start of a run, and their board. Call `close` in the end."""
+    """The ranks of one start of a run, and the heartbeats and failures that they report.
+
+    Call `close` at the end.
+    """
 
     poll_seconds: float
     """Seconds between two polls."""
@@ -82,7 +88,7 @@ class Ranks(Board, Protocol):
         """Return the exit status of each rank: minus N if signal N ended it, None while it runs."""
 
     def signal(self, number: int, ranks: Sequence[int]) -> None:
-        """Send a signal to those of these ranks that still run."""
+        """Send a signal to each of these ranks that still runs."""
 
     def kill(self) -> None:
         """Kill the ranks and their children."""
@@ -90,7 +96,7 @@ class Ranks(Board, Protocol):
     def keep_logs(self, directory: Path | None) -> Path | None:
         """Save the logs of ranks that have ended, in `directory` if possible.
 
-        Returns the directory that has them.
+        Returns the directory that contains the logs.
         """
 
     def close(self) -> None:
@@ -105,7 +111,8 @@ RunDir = Callable[[], Path | None]
 CountDevices = Callable[[], int | None]
 """Function that counts the devices of this machine; None if they cannot be counted, like CPUs."""
 Shrink = Callable[[int], Start | None]
-"""Function that returns how to continue with at most this many devices; None if the run cannot."""
+"""Function that returns the start to continue with on at most the given number of devices; None if the run cannot
+continue."""
 
 
 @dataclass
@@ -120,13 +127,13 @@ class Outcome:
     """Directory of the logs, if they are worth reading."""
 
     def describe(self) -> list[str]:
-        """Write notes for the screen about the logs, and about what other ranks were doing."""
+        """Return notes for the screen: where the logs are, and what the other ranks were doing."""
         notes = [] if self.logs is None else [f"the logs of all ranks are in {self.logs}"]
         return notes if self.cause is None else notes + describe_others(self.heartbeats, self.cause.rank)
 
 
 def check_local(cluster: Cluster) -> None:
-    """Check that processes on this machine alone can be the devices of the cluster. Raises UserError if not."""
+    """Check that this machine alone can run all ranks of the cluster. Raises UserError for several nodes."""
     if cluster.nodes > 1:
         raise UserError(
             f"cluster={cluster} has {cluster.nodes} nodes, and this machine is one; `realrl launch torchrun` writes"
@@ -138,8 +145,8 @@ def check_local(cluster: Cluster) -> None:
 def launch(start: Start, settings: LaunchConfig, start_ranks: StartRanks) -> Outcome:
     """Run a command once.
 
-    If a process fails, all other processes are ended. If this process is asked to end, it raises Interrupted after
-    all ranks have ended.
+    If a process fails, all other processes are ended. If this process is asked to end, this function raises
+    Interrupted after all ranks have ended.
     """
     return _run(start_ranks, start, range(start.cluster.size), 0, settings, lambda: None)
 
@@ -154,8 +161,8 @@ def launch_training(
 ) -> Outcome:
     """Train until the run is finished or cannot continue.
 
-    If a failure may not occur again, the run is restarted from its last checkpoint, without broken devices. After
-    SIGTERM or the first Ctrl-C, the run finishes the step and saves a checkpoint.
+    After a failure that may not occur again, the run restarts from its last checkpoint, without broken devices.
+    After SIGTERM or the first Ctrl-C, the run finishes the step and saves a checkpoint.
     """
     policy = RestartPolicy(start.cluster.size, settings)
     with deferred_termination(settings.grace_seconds, SAVING):
@@ -189,7 +196,7 @@ def launch_training(
 def find_smaller_start(
     policy: RestartPolicy, cause: Failure, shrink: Shrink, count_devices: CountDevices
 ) -> Start | None:
-    """Return how to continue without broken devices; None if no device is broken, or if the run cannot continue."""
+    """Return the start on the devices that work; None if no device is broken, or if the run cannot continue."""
     broken = policy.broken_devices
     left = [device for device in policy.devices if device not in broken]
     reason = (
@@ -237,7 +244,7 @@ def _run(
 def _wait(ranks: Ranks, settings: LaunchConfig) -> Outcome:
     """Wait until all ranks have ended, or one has failed.
 
-    In the second case, the other ranks get a moment to report.
+    After a failure, the other ranks get `MOMENT` seconds to report it too.
     """
     watchdog = Watchdog(settings, ranks.works)
     heartbeats: Mapping[int, Heartbeat] = {}
@@ -285,7 +292,10 @@ def _wait(ranks: Ranks, settings: LaunchConfig) -> Outcome:
 
 
 def _dump_stacks(ranks: Ranks, running: Sequence[int]) -> None:
-    """Make ranks write their stacks to their logs. Only ranks with heartbeats survive this signal."""
+    """Make ranks write their stacks to their logs.
+
+    All ranks in `running` must have sent a heartbeat, because the signal would end a rank that has not.
+    """
     if running:
         ranks.signal(signal.SIGUSR1, running)
         time.sleep(DUMP)

@@ -30,7 +30,7 @@ from realrl.runtime.supervision.failures import ERROR_FILE_VARIABLE
 from realrl.runtime.supervision.orphans import SCRATCH_VARIABLE, Scratch, kill_ranks
 
 _LAST = 30.0
-"""Seconds that the system gets to end a process after SIGKILL. A driver or file system may block it forever."""
+"""Seconds that the system gets to end a process after SIGKILL. A driver or file system may block this forever."""
 SCREEN = "screen"
 """Name of the file in the scratch directory for the first rank's output, on a node of a Ray cluster."""
 _TEMPORARY = "tmp"
@@ -44,21 +44,24 @@ class RayNode:
     node: int
     """Number of this node among the nodes of the run."""
     address: str
-    """Address at which all ranks of the run meet."""
+    """Address of the rendezvous of all ranks of the run."""
     port: int
     job: str
     """Name of the run, which stays the same after restarts."""
 
 
 class LocalRanks(FileBoard):
-    """The ranks of one start, or those on one of its nodes. Their scratch directory is their board."""
+    """The ranks of one start, or its ranks on one node. They report to files in their scratch directory."""
 
     poll_seconds = 0.05
 
     def __init__(
         self, start: Start, devices: Sequence[int], restart: int, ray: RayNode | None = None
     ) -> None:
-        """Start a process for each device. It sees only the GPUs with these numbers."""
+        """Start a process for each device. The processes see only the GPUs whose numbers are in `devices`.
+
+        `restart`: number of restarts of the run so far. `ray`: the node of this machine in a Ray cluster.
+        """
         self._scratch = Scratch()
         self.path = scratch = self._scratch.path
         super().__init__(scratch)
@@ -93,13 +96,13 @@ class LocalRanks(FileBoard):
         return [process.poll() for process in self._processes]
 
     def signal(self, number: int, ranks: Sequence[int]) -> None:
-        """Send a signal to those of these ranks that still run."""
+        """Send a signal to each of these ranks that still runs."""
         for rank in ranks:
             if self._processes[rank].poll() is None:
                 self._processes[rank].send_signal(number)
 
     def kill(self) -> None:
-        """Kill the ranks. If one had to be killed, also kill its children."""
+        """Kill the ranks. If a signal ended one, also kill the processes that ranks have started."""
         killed = any(process.poll() is None or process.returncode < 0 for process in self._processes)
         self.signal(signal.SIGKILL, range(len(self._processes)))
         deadline = time.monotonic() + _LAST
@@ -122,7 +125,7 @@ class LocalRanks(FileBoard):
     def keep_logs(self, directory: Path | None) -> Path | None:
         """Save the logs of ranks that have ended, in `directory` if possible.
 
-        Returns the directory that has them.
+        Returns the directory that contains the logs.
         """
         return keep_logs(self.path, directory)
 
@@ -136,7 +139,8 @@ def start_process(
 ) -> "subprocess.Popen[bytes]":
     """Start a rank, which writes to a file or to the screen. The only rank of a run can also read the keyboard.
 
-    A terminal sends Ctrl-C and SIGHUP to all processes. Ranks block these signals, because the launcher ends ranks.
+    A terminal sends Ctrl-C and SIGHUP to all processes. Ranks block these signals, because only the launcher ends
+    ranks.
     """
     command = [sys.executable, "-m", "realrl", *arguments]
     stdin = None if environment["WORLD_SIZE"] == "1" else subprocess.DEVNULL
@@ -154,7 +158,7 @@ def _describe_rank(rank: int, cluster: Cluster, scratch: Path, ray: RayNode | No
     node = cluster.node(rank)
     here = cluster.ranks(node)
     if ray is None:
-        # Keep what the user has set.
+        # Variables that the user has set take precedence.
         loopback = dict.fromkeys(INTERFACE_VARIABLES, find_loopback())
         environment = {"OMP_NUM_THREADS": str(count_threads(len(here))), **loopback, **os.environ}
         meeting = {STORE_VARIABLE: str(scratch / "store")}
@@ -174,13 +178,13 @@ def _describe_rank(rank: int, cluster: Cluster, scratch: Path, ray: RayNode | No
         SCRATCH_VARIABLE: str(scratch),
         ERROR_FILE_VARIABLE: str(scratch / f"failure-{rank}.json"),
         LAUNCHER_VARIABLE: str(os.getpid()),
-        # Files that a killed rank leaves there are removed together with the scratch directory.
+        # Temporary files of a killed rank are removed together with the scratch directory.
         "TMPDIR": str(scratch / _TEMPORARY),
     }
 
 
 def hide_gpus(devices: Sequence[int]) -> dict[str, str]:
-    """Return the variable that hides all GPUs except these. No variable is needed if they are the first ones."""
+    """Return the variable that hides all GPUs except these. If these are the first GPUs, no variable is needed."""
     if list(devices) == list(range(len(devices))):
         return {}
     given = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -1,6 +1,6 @@
-"""Ranks on a Ray cluster: an actor on each node holds its ranks, like `local.py` on this machine.
+"""Ranks on a Ray cluster. On each node, an actor starts the ranks as `local.py` does on this machine.
 
-Imports no torch.
+Does not import torch.
 """
 
 import os
@@ -26,7 +26,7 @@ from realrl.runtime.supervision.heartbeat import Heartbeat
 PLACING = 120.0
 """Seconds that nodes get to become free, and to start their actors."""
 RETURNING = 600.0
-"""Seconds that nodes get after a restart of the run. A node may be rebooting."""
+"""Seconds that nodes get to become free after a restart of the run, because a node may be rebooting."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Look:
 
 
 class NodeActor:
-    """Actor that holds the ranks of one node. The launcher calls every method through Ray."""
+    """Actor that starts and controls the ranks of one node. The launcher calls every method through Ray."""
 
     def __init__(self) -> None:
         self._ranks: LocalRanks | None = None
@@ -99,8 +99,8 @@ class RayRanks:
     ) -> None:
         """Place an actor on each node, and start the ranks. Raises UserError if nodes do not become free.
 
-        `job`: name of the run, the same after a restart. `timeout`: seconds after which a silent node counts as
-        lost.
+        `job`: name of the run, which stays the same after restarts. `timeout`: a node counts as lost if it does not
+        answer for this many seconds.
         """
         import ray
 
@@ -155,7 +155,7 @@ class RayRanks:
     def poll(self) -> list[int | None]:
         """Return the exit status of each rank, and show the output of the first rank.
 
-        Ranks of a lost node have failed.
+        Ranks of a lost node count as failed.
         """
         import ray
 
@@ -180,8 +180,10 @@ class RayRanks:
         return [node for node in range(len(self._addresses)) if node not in self._lost]
 
     def _show(self, output: bytes) -> None:
-        """Show whole lines, except the first rank's own error message, because the launcher prints the first
-        cause."""
+        """Show complete lines of the first rank's output.
+
+        Error messages of the rank are left out, because the launcher prints the first cause of a failure.
+        """
         *lines, self._line = (self._line + output).split(b"\n")
         for line in lines:
             if not line.startswith(b"realrl: "):
@@ -204,7 +206,7 @@ class RayRanks:
         return bool(self._call(self._cluster.node(heartbeat.rank), "works", heartbeat))
 
     def signal(self, number: int, ranks: Sequence[int]) -> None:
-        """Send a signal to those of these ranks that still run."""
+        """Send a signal to each of these ranks that still runs."""
         for node in self._find_nodes():
             here = self._cluster.ranks(node)
             own = [rank - here.start for rank in ranks if rank in here]
@@ -235,7 +237,7 @@ class RayRanks:
         self._show(b"\n" if self._line else b"")
 
     def _call(self, node: int, method: str, *arguments: Any) -> Any:
-        """Call a method of a node's ranks; None if the node does not answer."""
+        """Call a method of a node's ranks, and return its result; None if the node does not answer."""
         import ray
 
         try:
@@ -248,7 +250,7 @@ def connect_to_ray(cluster: Cluster, *, gpus: bool | None, settings: LaunchConfi
     """Connect to a Ray cluster, and return a function that starts ranks there.
 
     `gpus`: whether ranks compute on GPUs; None uses GPUs if the nodes have any. Raises UserError if Ray is not
-    installed, if there is no Ray cluster, or if it lacks such nodes.
+    installed, if there is no Ray cluster, or if its nodes have too few devices.
     """
     if find_spec("ray") is None:
         raise UserError("launch.by=ray needs Ray, which is not installed: pip install 'realrl[ray]'")
@@ -279,7 +281,7 @@ def connect_to_ray(cluster: Cluster, *, gpus: bool | None, settings: LaunchConfi
 
 
 def _list_import_path() -> str:
-    """Make the paths in this process's PYTHONPATH absolute, because the user's code may be there."""
+    """Return this process's PYTHONPATH with absolute paths, because the user's code may be there."""
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return os.pathsep.join(dict.fromkeys(str(Path(entry).absolute()) for entry in given if entry))
 

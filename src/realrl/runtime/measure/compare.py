@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Everything about a run that determines its time and memory."""
+    """What a comparison must know about a run, except its measured times."""
 
     job: Job
     spec: ClusterSpec | None
@@ -40,7 +40,7 @@ class RunInfo:
     software: Mapping[str, str]
     prompts: Sequence[int]
     answers: Sequence[int]
-    """Measured lengths of answers in tokens."""
+    """Measured lengths of `prompts` and of `answers`, in tokens."""
     reserved: int
     """Peak bytes that torch's allocator reserved on a GPU."""
     resident: HostMemory
@@ -53,7 +53,7 @@ class Prediction:
 
     estimate: Estimate
     interval: Interval
-    """Steady-state seconds per step."""
+    """Likely range of the seconds per step, after the first steps."""
 
 
 def predict(info: RunInfo, profile: Profile | None) -> Prediction | None:
@@ -114,7 +114,10 @@ def _call(call: Call, info: RunInfo, expected: Estimate | None, log: "TimingLog"
 
 
 def _peak(expected: Estimate, call: str) -> int:
-    """Return the peak memory of a call in bytes, over all devices, without the allocator's fragmentation."""
+    """Return the predicted peak bytes of a call on the device that needs most.
+
+    Fragmentation and the buffers of communicators do not count.
+    """
     footprints = (f for device in expected.memory for f in device.footprints if f.during == call)
     # Leave out the parts that torch does not allocate.
     apart = (MemoryPart(PartKind.FRAGMENTATION), MemoryPart(PartKind.COMMUNICATORS))

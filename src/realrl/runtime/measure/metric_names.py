@@ -3,4 +3,4 @@
 PERFORMANCE = "perf/"
 """Prefix of metrics about speed, as opposed to metrics about learning."""
 IDLE_RANK = "idle/rank-"
-"""Second prefix of metrics with the idle share of a rank. The rank's number follows."""
+"""Start of the name, after `PERFORMANCE`, of a metric with the idle share of a rank. The rank's number follows."""

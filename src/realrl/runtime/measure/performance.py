@@ -22,10 +22,10 @@ from realrl.runtime.measure.work_done import WorkDone
 
 
 def find_peak_flops(device: DeviceKind, dtype: Dtype, profile: Profile | None = None) -> float | None:
-    """Return the peak FLOP/s of the matrix products of models in a data type.
+    """Return the peak FLOP/s of a device for matrix products in a data type.
 
-    The peak comes from the data sheet or the cluster file. If they have none, as for a CPU, it is the highest rate
-    that a profile of such devices has measured. None without such a profile.
+    The peak comes from the data sheet or the cluster file. If neither has one, as for a CPU, it is the highest rate
+    that a profile of such devices has measured. Returns None without such a profile.
     """
     if ("fp32_flops" if dtype == "float32" else "bf16_flops") not in device.guessed:
         return device.flops(dtype)
@@ -57,7 +57,7 @@ MOST_RANKS = 64
 class Performance:
     """Computes the performance metrics of steps from the times of all ranks.
 
-    `perf/NAME` is about the whole step, `perf/CALL/NAME` about one call; docs/runs.md defines them.
+    `perf/NAME` is about the whole step, `perf/CALL/NAME` about one call. docs/runs.md defines the metrics.
     """
 
     graph: DataflowGraph
@@ -65,7 +65,7 @@ class Performance:
     models: Mapping[str, StoredModel]
     """Models by role."""
     spec: ClusterSpec | None
-    """Devices of the run; None if their kind, and so their peak, is not known."""
+    """Devices of the run; None if their kind is unknown, and therefore their peak FLOP/s too."""
     profile: Profile | None
 
     @property
@@ -184,7 +184,7 @@ class Performance:
         generates = {call.name for call in self.graph.calls if call.kind is Kind.GENERATE}
         for span in step.spans:
             if span.alone:
-                continue  # a function, which runs at the same time as other work, or a wait for one
+                continue  # a function that runs at the same time as other work, or a wait for a function
             # Replicas generate independently of each other. In other calls, all ranks wait for each other.
             group_of = self.plan[span.name].item_index if span.name in generates else lambda _: 0
             for rank, seconds in span.measure_busy(group_of).items():

@@ -1,4 +1,4 @@
-"""Measure the steps of one rank: the times of each instruction, and its peak memory."""
+"""Measure the steps of one rank: the time and peak memory of each instruction."""
 
 import math
 import time
@@ -80,8 +80,11 @@ def count_allocations() -> Iterator[Allocations]:
     """Count all tensor allocations of this thread in the block. No other profiler may be active.
 
     Memory that another thread releases after a collective counts until its address is used again. Allocations are
-    not slowed down. The record of each takes 2 kB until the block ends or folds, and 4 µs to process then. torch
-    itself counts only on GPUs, and the resident memory of a process may include freed memory.
+    not slowed down. Each allocation leaves a record of 2 kB until the block ends or calls `fold`. To process the
+    record then takes 4 µs.
+
+    No simpler measurement exists on a CPU: torch itself counts only on GPUs, and the resident memory of a process
+    may include freed memory.
     """
     found = Allocations()
     found._start()
@@ -103,13 +106,13 @@ class TimedSpan:
     """
 
     name: str
-    """Name of the call, text of the reallocation, or `waiting_for` the function."""
+    """Name of the call, text of the reallocation, or the result of `waiting_for(function)`."""
     start: float
     end: float
     bytes: int | None = None
-    """Peak bytes of tensors during the call, and during the moves before it."""
+    """Peak bytes of tensors during the call, and during the reallocations and copies before it."""
     alone: bool = False
-    """Whether each rank runs it independently of other ranks, like a function."""
+    """Whether each rank runs this independently of other ranks. This holds for functions, and for waits."""
     work: WorkDone | None = None
     """Work of the rank in the call of a model. None if it is unknown, and for all other spans."""
 
@@ -140,8 +143,9 @@ def wait_for(device: torch.device) -> None:
 class StepTimer:
     """Measures time and memory of the steps of one rank.
 
-    On a GPU, torch's allocator measures the peak memory of every step. On a CPU, it is the sum of
-    `count_allocations` and the buffers of roles. That is measured only in the first step, whose times do not count.
+    On a GPU, torch's allocator measures the peak memory of every step. On a CPU, the
+    peak is the sum of `count_allocations` and the buffers of roles. It is measured only in the first step, whose
+    times do not count.
     """
 
     def __init__(
@@ -152,10 +156,10 @@ class StepTimer:
         staged: Callable[[], int],
         kept_beside: Callable[[str], int] = lambda _: 0,
     ) -> None:
-        """`held` returns the current bytes of the buffers of roles.
+        """`held` returns the current bytes of parameters, gradients and optimizers.
 
-        `staged` returns the bytes in message buffers, and `kept_beside` the bytes that other calls keep during a
-        call. Plans count neither of the two.
+        `staged` returns the bytes in message buffers. `kept_beside` takes the name of a call, and returns the bytes
+        that other calls keep meanwhile. Neither counts towards the peak, because plans do not predict them.
         """
         self._device = device
         self._held = held
@@ -220,13 +224,13 @@ class StepTimer:
                 self._moving_peak = max(self._moving_peak, self._held())
 
     def worked(self, read_work: Callable[[], WorkDone]) -> None:
-        """Register the work of the current call. `read_work` is called after the device has finished."""
+        """Register the work of the current call. `read_work` returns this work once the device has finished."""
         self._read_work = read_work
 
     def function(self, call: str, start: float, end: float, *, waited: tuple[float, float]) -> None:
         """Register a function that ran at the same time as other instructions.
 
-        `waited`: when the rank waited for it.
+        `waited`: start and end of the time for which the rank waited for the function.
         """
         self._spans.append(TimedSpan(call, start, end, alone=True))
         self._spans.append(TimedSpan(waiting_for(call), *waited, alone=True))
@@ -241,7 +245,10 @@ class StepTimer:
             self._allocations.fold()
 
     def _peak(self, found: Allocations | None, call: str) -> int | None:
-        """Return the peak since the previous call. Moves after the last call do not count."""
+        """Return the peak bytes since the previous call.
+
+        Reallocations and copies after the last call of a step do not count.
+        """
         moving = self._moving_peak
         self._moving_peak = 0
         if self._cuda:
@@ -274,7 +281,11 @@ def measure_clock_offsets(process: Process, nodes: int) -> list[float]:
 def estimate_offset(
     came: Sequence[float], went: Sequence[float], their_came: Sequence[float], their_went: Sequence[float]
 ) -> float:
-    """Estimate how many seconds another clock is ahead, from the times of arrival and departure on both sides."""
+    """Estimate how many seconds another rank's clock is ahead of this rank's clock.
+
+    `came` and `went`: times at which this rank entered and left each exchange, on its own clock. `their_came` and
+    `their_went`: the times of the other rank, on the other clock.
+    """
     least = max(b - a for b, a in zip(their_came, went, strict=True))
     most = min(b - a for b, a in zip(their_went, came, strict=True))
     return (least + most) / 2

@@ -18,18 +18,18 @@ class AlignedSpan:
     parts: dict[int, TimedSpan]
     """The span on each rank, in the time of the rank's own clock."""
     offsets: Sequence[float]
-    """Number of seconds that each rank's clock is ahead."""
+    """Number of seconds that each rank's clock is ahead of rank 0's."""
 
     @property
     def alone(self) -> bool:
-        """Whether each rank runs it independently of other ranks, like functions."""
+        """Whether each rank runs this independently of other ranks. This holds for functions, and for waits."""
         return all(span.alone for span in self.parts.values())
 
     @property
     def seconds(self) -> float:
         """Seconds from the start of the last rank to the end of the last rank.
 
-        For functions: seconds of the slowest rank.
+        For a function or a wait, this is the time of the slowest rank.
         """
         if self.alone:
             return max(span.end - span.start for span in self.parts.values())
@@ -37,8 +37,10 @@ class AlignedSpan:
         return max(0.0, ended - self._begun(self.parts))
 
     def measure_busy(self, group_of: Callable[[int], int]) -> dict[int, float]:
-        """Compute the busy seconds of each rank: from the start of the last rank in its group to the rank's own
-        end."""
+        """Compute the busy seconds of each rank: from the start of the last rank in its group to its own end.
+
+        `group_of` returns the number of a rank's group.
+        """
         groups: defaultdict[int, list[int]] = defaultdict(list)
         for rank in self.parts:
             groups[group_of(rank)].append(rank)
@@ -67,19 +69,19 @@ def align_spans(step: Sequence[StepTimes], offsets: Sequence[float]) -> list[Ali
 
 
 KEPT_STEPS = 10_000
-"""Maximum number of steps to keep: the first and the latest ones. It limits memory."""
+"""Maximum number of steps to keep: the first step and the latest ones. It limits memory."""
 
 
 @dataclass
 class Times:
-    """Seconds that a step, call or reallocation takes in each step, and its peak memory on a device."""
+    """Seconds of a step, call or reallocation, with one number for each step, and its peak bytes on a device."""
 
     seconds: list[float] = field(default_factory=list)
     bytes: int | None = None
 
     @property
     def counted(self) -> list[float]:
-        """Seconds of all steps except the first, which is a warm-up, unless it is the only one."""
+        """Seconds of all steps but the first, which is a warm-up. If there is only one step, it counts."""
         return self.seconds[1:] or self.seconds
 
     def add(self, seconds: float) -> None:
@@ -110,7 +112,7 @@ class TimingLog:
     def add(self, step: Sequence[StepTimes], offsets: Sequence[float]) -> StepSpans:
         """Add the times of a step, which `step` lists by rank.
 
-        `offsets`: seconds that each rank's clock is ahead.
+        `offsets`: seconds that each rank's clock is ahead of rank 0's.
         """
         end = max(times.end - ahead for times, ahead in zip(step, offsets, strict=True))
         start = min(times.start - ahead for times, ahead in zip(step, offsets, strict=True))

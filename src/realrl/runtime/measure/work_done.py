@@ -1,4 +1,4 @@
-"""Work of one rank in a call: numbers of tokens in passes, of sampled tokens, and of padding."""
+"""Counts of the work in a call, such as tokens in passes, sampled tokens and padding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,9 +28,9 @@ class WorkDone:
     decode_steps: int = 0
     """Number of decode steps in all decode batches. Each step reads all weights."""
     decode_rows: int = 0
-    """Number of rows in these steps, including finished rows."""
+    """Sum of the rows of all decode steps, including finished rows."""
     decoded: int = 0
-    """Number of unfinished rows in these steps."""
+    """Sum of the unfinished rows of all decode steps."""
     cached: int = 0
     """Number of tokens whose keys and values decode steps read. A prompt counts once for all its samples."""
     prefill_seconds: float = 0.0
@@ -50,9 +50,12 @@ def read_passes(counts: PassCounts) -> WorkDone:
 def count_generation(
     counts: PassCounts, groups: Sequence[Sequence[int]], prompts: Sequence[int], sequences: Sequence[int]
 ) -> WorkDone:
-    """Count the work of a generate call, given the tokens of prompts and of whole sequences by row.
+    """Count the work of a generate call.
 
-    `groups` has the rows of each prompt. The first decode step of a row processes the last token of the prompt. The
+    `prompts` and `sequences`: number of tokens in the prompt and in the whole sequence of each row. `groups`: the
+    rows of each prompt.
+
+    The first decode step of a row processes the last token of the prompt. The
     last token of the row is never processed, so n new tokens take n decode steps.
     """
     answers = [whole - prompt for whole, prompt in zip(sequences, prompts, strict=True)]

@@ -49,7 +49,7 @@ class AlgorithmRecord(Settings):
 
     @classmethod
     def load(cls, run_dir: Path) -> Self:
-        """Read the record of a run directory. Raises UserError for wrong content."""
+        """Read the record of a run directory. Raises UserError for invalid content."""
         file = run_dir / RECORD
         try:
             return cls.model_validate_json(file.read_bytes())

@@ -1,4 +1,7 @@
-"""Find an earlier run in a recipe's directory: it is continued or deleted, or an error. Does not import torch."""
+"""Find an earlier run in a recipe's run directory, and decide whether the new start may continue or delete it.
+
+Does not import torch.
+"""
 
 import json
 import os
@@ -52,8 +55,8 @@ class EarlierRun:
     """An earlier run that is continued.
 
     `checkpoints`: number of steps before each checkpoint, the latest first. If it is empty, the run starts from its
-    beginning. `changed`: settings that differ now, as `name: old, now new`. `finished`: whether nothing is left to
-    do.
+    beginning. `changed`: settings that differ now, as `name: old, now new`. `finished`: whether no training
+    step is left.
     """
 
     checkpoints: tuple[int, ...]
@@ -69,7 +72,7 @@ def describe_finished(run_dir: str) -> str:
 def find_earlier_run(experiment: Experiment) -> EarlierRun | None:
     """Find the run in the recipe's directory that must be continued; None if a new run starts.
 
-    Raises UserError if the directory cannot be used, or if it has an earlier run that may not be continued or
+    Raises UserError if the directory cannot be used, or if it has an earlier run that may be neither continued nor
     deleted.
     """
     directory = RunDirectory(experiment.run_dir)

@@ -17,7 +17,8 @@ from realrl.runtime.processes.environment import restart_count
 LOCK = "lock"
 """File of a run directory that the writing rank locks. It contains the id of the rank's process."""
 _PATIENCE, _PATIENCE_OF_RESTART = 5.0, 30.0
-"""Seconds to wait for a process that is ending. A restarted run waits longer, for its own earlier start."""
+"""Seconds to wait for a process that is ending. A restarted run waits longer, because its own earlier start
+may still be ending."""
 _POLL = 0.1
 
 
@@ -31,7 +32,7 @@ class RunLock:
     def take(self, *, make: bool = False) -> None:
         """Lock the directory. Raises UserError if another process has locked it.
 
-        A missing directory is created with `make`; without `make`, nothing is locked.
+        If the directory is missing, it is created with `make`, and not locked without `make`.
 
         A restarted run never fails here, because the lock of its earlier start may remain after its host is gone.
         On a file system without locks, nothing is locked.

@@ -115,7 +115,10 @@ def list_resume_notes(
 
 
 def list_state_notes(found: tuple[Path, Mapping[str, Any]] | None) -> Iterator[str]:
-    """Yield a note about the saved state from which the algorithm starts."""
+    """Yield a note about the saved state from which the algorithm starts.
+
+    `found`: the file of the state, and its values; None without a saved state.
+    """
     if found is not None:
         file, state = found
         values = ", ".join(
@@ -134,7 +137,8 @@ def describe_mixture(sources: Sequence[SourceCount]) -> str:
 
 
 _KEPT = 1000
-"""Maximum number of different notes of an algorithm that are remembered. Notes with numbers differ every time."""
+"""Maximum number of an algorithm's notes that are remembered and not repeated. Notes with numbers may differ in
+every step."""
 
 
 class StepNotes:
@@ -148,12 +152,12 @@ class StepNotes:
         self.untaught = UntaughtSteps()
 
     def take_evaluation(self, metrics: Mapping[str, float]) -> None:
-        """Remember the metrics of an evaluation, by `call/name`. The first evaluation precedes the first step."""
+        """Remember the metrics of the first evaluation, by `call/name`. This evaluation precedes the first step."""
         if self._evaluated is None:
             self._evaluated = metrics
 
     def describe_step(self, step: int, metrics: Mapping[str, float]) -> Iterator[str]:
-        """Yield notes about a step, which is counted from 1. Metrics are by `call/name`."""
+        """Yield notes about a step. `step` counts from 1, and `metrics` has values by `call/name`."""
         for call in self._algorithm.graph.calls:
             skipped = int(metrics.get(f"{call.name}/skipped_steps", 0))
             before, self._skipped[call.name] = self._skipped[call.name], self._skipped[call.name] + skipped
@@ -198,10 +202,10 @@ def list_metric_notes(
     trained: Mapping[str, float],
     evaluated: Mapping[str, float] | None,
 ) -> Iterator[str]:
-    """Yield a note about each metric that the description names but the first step and the first evaluation lack.
+    """Yield a note about each metric that `spec` names but the first step and the first evaluation lack.
 
     `graph`: the calls of a training step. `trained`, `evaluated`: metrics by `call/name`. `evaluated` is None in a
-    run without evaluation, in which metrics of evaluations may be missing.
+    run without evaluation. Metrics of evaluations may then be missing.
     """
     given = {*trained, *(evaluated or ())}
     for field, name in _named_metrics(spec):
@@ -223,7 +227,7 @@ def list_metric_notes(
 
 
 def _named_metrics(spec: AlgorithmSpec) -> list[tuple[str, str]]:
-    """List pairs (field of the description, metric)."""
+    """List the metrics that an algorithm's spec names, as pairs (field of the spec, metric)."""
     named = [
         *(("headlines", name) for name in spec.headlines),
         *(("curves", name) for name in spec.curves),
@@ -233,7 +237,7 @@ def _named_metrics(spec: AlgorithmSpec) -> list[tuple[str, str]]:
 
 
 def _is_expected(spec: AlgorithmSpec, graph: DataflowGraph, call: str, evaluates: bool) -> bool:
-    """Return whether a metric of a call must exist by now. An empty `call` stands for any call."""
+    """Return whether a metric of a call must exist after the first step. An empty `call` stands for any call."""
     if call in spec.optional_calls:  # the recipe may not have these calls
         return False
     if evaluates or spec.eval_graph is None:

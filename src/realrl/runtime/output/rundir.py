@@ -56,7 +56,7 @@ CODE = "code"
 """Name of the directory with copies of the code files that the recipe names. The name of a copy is that of its
 setting."""
 _STARTED = {PROGRAMS, CONFIG, PLAN, CODE, RECORD, HISTORY, "logs", "ranks", *TRACKED}
-"""Names of everything that exists before the first step. A run that ended earlier has left nothing else."""
+"""Names of everything that exists before the first step. Runs that ended before that left nothing else."""
 BEST_NOTE = f"{BEST}.json"
 """Name of the file about the evaluation that produced the best models."""
 EVALUATIONS = "eval"
@@ -76,8 +76,8 @@ class RunDirectory:
     def check(self, experiment: Experiment) -> bool:
         """Check that the directory can be used. Returns whether it contains a run.
 
-        The directory must be writable, and must be empty or that of a run. With `overwrite`, it must not contain a
-        model, data or another file that the run reads. Raises UserError if it cannot be used.
+        The directory must be writable, and must be empty or belong to a run. With `overwrite`, it must not contain
+        a model, data or another file that the run reads. Raises UserError if it cannot be used.
         """
         if not self.path.is_file():
             check_directory(f"run_dir={self.path}", self.path)
@@ -106,8 +106,10 @@ class RunDirectory:
                 )
 
     def mark(self) -> tuple[int, int] | None:
-        """Return a value that identifies the run in this directory, and differs for a new run; None without a
-        run."""
+        """Return a value that identifies the run in this directory; None without a run.
+
+        A new run in the same directory has another value.
+        """
         try:
             status = (self.path / CONFIG).stat()
         except OSError:
@@ -187,7 +189,7 @@ class RunDirectory:
         return [entry for entry in entries if entry.name not in (EVALUATIONS, LOCK)]
 
     def open_trackers(self, experiment: Experiment, say: Callable[[str], None], done: int = 0) -> None:
-        """From now on, also send metrics to the recipe's trackers. `done`: number of training steps before."""
+        """From now on, also send metrics to the recipe's trackers. `done`: number of training steps so far."""
         self._trackers = open_trackers(experiment, self.path, say, done)
 
     def note(self, text: str) -> None:
@@ -210,7 +212,7 @@ class RunDirectory:
             "metrics": replace_infinite(metrics),
         }
         rest = (json.dumps(line) + "\n").encode()
-        # Unbuffered, because closing the file would try to write the buffer again.
+        # Unbuffered, because closing the file after a failed write would try to write the buffer again.
         with self.writing(self._metrics), self._metrics.open("ab", buffering=0) as file:
             end = file.tell()
             try:
@@ -243,7 +245,7 @@ class RunDirectory:
             write_whole(file, json.dumps({"algorithm": algorithm, "state": state}, indent=2) + "\n")
 
     def drop_best(self) -> None:
-        """Remove the file about the best evaluation. It must be absent while the models are replaced."""
+        """Remove the file about the best evaluation. The file must be absent while the best models are replaced."""
         (self.path / BEST_NOTE).unlink(missing_ok=True)
 
     def write_best(self, best: Mapping[str, Any]) -> None:

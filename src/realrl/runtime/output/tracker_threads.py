@@ -1,4 +1,4 @@
-"""Run each tracker of a run in its own thread, so that none can stop or delay the run. Does not import torch."""
+"""Run each tracker in its own thread, so that no tracker can stop or delay the run. Does not import torch."""
 
 import threading
 import time
@@ -30,7 +30,7 @@ CAPACITY = 1000
 TRIES = 3
 """Maximum number of tries for each record."""
 PAUSE, LONGEST_PAUSE = 1.0, 60.0
-"""Seconds between two tries, and their maximum. Each consecutive failure doubles the seconds."""
+"""Seconds of the first pause between two tries, and of the longest. Each consecutive failure doubles the pause."""
 _LONG = 300
 """Maximum characters of a tracker's error message."""
 
@@ -81,13 +81,13 @@ class BackgroundTracker:
         return [self._messages.popleft() for _ in range(len(self._messages))]
 
     def begin_closing(self, *, done: bool) -> None:
-        """Let the tracker end when no record waits any more. `done`: whether the run has ended well."""
+        """Let the tracker end when its queue is empty. `done`: whether the run has ended well."""
         with self._changed:
             self._closing = done
             self._changed.notify_all()
 
     def finish(self, deadline: float) -> None:
-        """Wait for the tracker until the deadline on the monotonic clock, and report records that it has missed."""
+        """Wait for the tracker until the deadline on the monotonic clock, and report undelivered records."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         late = ""
         if self._thread.is_alive():
@@ -142,7 +142,7 @@ class BackgroundTracker:
     def _try(self, action: Callable[[], None]) -> bool:
         try:
             action()
-        except BaseException as error:  # libraries may also exit or interrupt
+        except BaseException as error:  # libraries may also raise SystemExit or KeyboardInterrupt
             text = " ".join(redact(str(error)).split())
             self._say(
                 "failed", f"fails: {type(error).__name__}: {text[:_LONG]}; the run continues without it"
@@ -159,7 +159,8 @@ class BackgroundTracker:
 TRACKED = (IDS, BOARD, "wandb")
 """Names of the directories that trackers create in a run's directory."""
 HASTE = 1.0
-"""Maximum seconds that a failed run waits for its trackers. Its launcher waits longer than that for its error."""
+"""Maximum seconds that a failed run waits for its trackers. The launcher waits longer than this for the run's error
+message."""
 
 
 class Trackers:
@@ -175,7 +176,7 @@ class Trackers:
         self._trackers, self._say, self._patience = trackers, say, patience
 
     def log(self, step: int, kind: str, seconds: float, metrics: Mapping[str, float]) -> None:
-        """Send metrics. `kind` is that of a training step or an evaluation."""
+        """Send the metrics of a training step or an evaluation. `kind` is `train` or `eval`."""
         named = {f"{kind}/{name}": value for name, value in metrics.items()}
         for tracker in self._trackers:
             tracker.log(step, {**named, f"{kind}/seconds": seconds})
@@ -187,7 +188,7 @@ class Trackers:
             tracker.note(text)
 
     def close(self, *, done: bool) -> None:
-        """End all trackers, and report missed records. `done`: whether the run has ended well.
+        """End all trackers, and report records that were not delivered. `done`: whether the run has ended well.
 
         Further calls do nothing.
         """

@@ -24,7 +24,7 @@ IDS = "trackers"
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """A run as trackers see it, which does not include secrets."""
+    """A run as trackers see it, without secrets."""
 
     directory: Path
     settings: Mapping[str, Any]
@@ -40,7 +40,7 @@ class TrackedRun:
         return self.directory.resolve().name
 
     def load_id(self, tracker: str) -> str | None:
-        """Return the id that a tracker gave to this run at an earlier start; None without one."""
+        """Return the id that a tracker gave to this run at an earlier start; None if there is no id."""
         try:
             found = json.loads(self._file(tracker).read_text(encoding="utf-8"))["id"]
         except (OSError, ValueError, LookupError, TypeError):
@@ -48,7 +48,7 @@ class TrackedRun:
         return found if isinstance(found, str) else None
 
     def save_id(self, tracker: str, name: str) -> None:
-        """Save the id that a tracker gave to this run, so that it can be resumed. Raises OSError."""
+        """Save the id that a tracker gave to this run, so that a later start can use it. Raises OSError."""
         write_whole(self._file(tracker), json.dumps({"id": name}) + "\n")
 
     def _file(self, tracker: str) -> Path:
@@ -64,14 +64,14 @@ class Tracker(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Receive metrics after `step` steps. Names are, for example, `train/actor.train/loss`.
 
-        If a run resumes or goes back, the steps after its checkpoint come again.
+        If a run resumes or goes back, the steps after its checkpoint are logged again.
         """
 
     def note(self, text: str) -> None:
         """Receive a note."""
 
     def close(self, *, done: bool) -> None:
-        """End the run. `done`: whether it has ended well."""
+        """End the tracker's run. `done`: whether training has ended well."""
 
 
 MLFLOW = "mlflow"
@@ -80,7 +80,7 @@ _MLFLOW_PARAMETERS, _MLFLOW_VALUE, _MLFLOW_NOTES = 100, 500, 5000
 
 
 class MlflowTracker:
-    """A run of MLflow."""
+    """Sends metrics and notes to a run of MLflow."""
 
     def __init__(self, config: MlflowConfig) -> None:
         self._config = config
@@ -94,7 +94,7 @@ class MlflowTracker:
         """Begin a run, or resume it."""
         from mlflow import MlflowClient
 
-        # MLflow would log every change of its tables.
+        # At its default level, MLflow logs every change of its database tables.
         logging.getLogger(MLFLOW).setLevel(logging.WARNING)
         self._client = MlflowClient(tracking_uri=self._config.tracking_uri)
         self._notes = list(run.notes)  # a new note replaces the whole text
@@ -148,7 +148,7 @@ class MlflowTracker:
         return name
 
     def _send_parameters(self) -> None:
-        """Send settings. After a failure, the remaining ones are sent when the run is opened again."""
+        """Send settings. After a failure, the remaining settings are sent when the run is opened again."""
         from mlflow.entities import Param
 
         while self._parameters:
@@ -224,7 +224,7 @@ STEP = "step"
 
 
 class WandbTracker:
-    """A run of Weights & Biases."""
+    """Sends metrics and notes to a run of Weights & Biases."""
 
     def __init__(self, config: WandbConfig) -> None:
         self._config = config
@@ -240,8 +240,8 @@ class WandbTracker:
         if name is None:
             name = uuid.uuid4().hex[:12]
             run.save_id(WANDB, name)
-        # Do not send command line, output, sources and git data, because they may contain secrets. `silent` also
-        # keeps W&B from asking for a key.
+        # Do not send the command line, output, source files or git data, because they may contain secrets.
+        # `silent` also keeps W&B from asking for a key.
         settings = wandb.Settings(
             console="off", disable_git=True, save_code=False, silent=True, x_disable_meta=True
         )

@@ -49,7 +49,7 @@ class UntaughtSteps:
     def take(self, metrics: Mapping[str, float | None]) -> Iterator[str]:
         """Count a step.
 
-        Yields a note at the first step without effect of a call, and at each doubling of their number.
+        Yields a note at the first step without effect on a call, and whenever the number of such steps doubles.
         """
         for call, reason in find_untaught(metrics).items():
             before = self._counts[call].total()
@@ -59,9 +59,9 @@ class UntaughtSteps:
                 yield f"taught the {_name_role(call)} nothing: {reason}{so_far}"
 
     def describe(self, steps: str) -> Iterator[str]:
-        """Yield a sentence for each call that had such steps.
+        """Yield a sentence for each call that had steps without effect.
 
-        `steps`: number of all steps, such as `5` or `the last 20`.
+        `steps`: text for the number of all steps, such as `5` or `the last 20`.
         """
         for call, reasons in self._counts.items():
             most = reasons.most_common()
