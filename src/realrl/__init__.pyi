@@ -155,7 +155,7 @@ class RankedReward(Algorithm):
         data: records: files, a name of a data set, a Dataset, a data frame or a list of records
         eval_data: records for evaluations, likewise
         callbacks: functions of a Step, or objects with on_step or on_evaluation
-        answers: Answers of each record, the best first
+        answers: Number of answers in each record, which lists the best answer first
         center_rewards_coefficient: Weight of the squared sum of the scores of a record, which pulls their mean towards 0
         run_dir: Directory for everything that the run writes
         cluster: Devices as `nodes x devices per node`, for example `1x2`, or with their kind, for example `h100:2x8`, or as a cluster file (.yaml)
@@ -176,7 +176,7 @@ class RankedReward(Algorithm):
 
 
 class ProcessReward(Algorithm):
-    """Process reward modelling: a score per step of an answer, right or wrong (Lightman et al. 2023)."""
+    """Process reward modelling: a score for each step of an answer, right or wrong (Lightman et al. 2023)."""
 
     def __init__(
         self,
@@ -226,7 +226,7 @@ class ProcessReward(Algorithm):
 
 
 class PPO(Algorithm):
-    """RLHF with PPO: actor, critic, reference and reward model; or another reward in place of the model."""
+    """RLHF with PPO: actor, critic, reference, and a reward model or another reward."""
 
     def __init__(
         self,
@@ -293,14 +293,14 @@ class PPO(Algorithm):
         minibatches: Optimizer steps per pass over a batch; must divide `data.batch`
         epochs: Passes over each batch
         advantage_norm: Normalise advantages to mean 0 and deviation 1 over the whole batch
-        value_norm: Measure the critic's errors in standard deviations of the returns
+        value_norm: Divide the critic's errors by the standard deviation of the returns
         value_norm_beta: Decay of the exponential average
         reward_scale: Factor of rewards
-        reward_bias: Subtracted from the score
+        reward_bias: Number that is subtracted from each score
         reward_clip: Limit of the absolute reward; null for no limit
-        early_stop_ratio: Skip the rest of a batch when the mean probability ratio of a mini-batch exceeds this
-        truncated: Treatment of answers without end of sequence: `score` uses their score like any other
-        missing_eos_penalty: Subtracted from the reward of an answer without end of sequence
+        early_stop_ratio: Skip the remaining mini-batches of a step when the mean probability ratio of a mini-batch exceeds this number
+        truncated: Treatment of answers without end of sequence
+        missing_eos_penalty: Number that is subtracted from the reward of an answer without end of sequence
         run_dir: Directory for everything that the run writes
         cluster: Devices as `nodes x devices per node`, for example `1x2`, or with their kind, for example `h100:2x8`, or as a cluster file (.yaml)
         plan: A plan preset, a plan file, or `search`
@@ -316,7 +316,7 @@ class PPO(Algorithm):
         max_tokens: Maximum length of prompt and answer together, in tokens
         max_prompt_tokens: Maximum length of a prompt in tokens
         max_new_tokens: Maximum tokens of an answer
-        temperature: Logits are divided by this
+        temperature: Number that logits are divided by
         """
 
 
@@ -392,8 +392,8 @@ class GRPO(Algorithm):
         dual_clip: Maximum ratio if the advantage is negative
         minibatches: Optimizer steps per pass over a batch; must divide `data.batch`
         epochs: Passes over each batch
-        recompute_logprobs: Recompute the old log-probabilities with the trained model, in a separate call, instead of using those that the sampler recorded
-        sampler_correction: Weight each token by its recomputed over its recorded probability
+        recompute_logprobs: Recompute the old log-probabilities with the trained model, in a separate call, instead of using the log-probabilities that the sampler recorded
+        sampler_correction: Multiply the loss of each token by its recomputed probability divided by its recorded probability
         sampler_cap: Limit of `sampler_correction`
         mask_truncated: Exclude answers without end of sequence from the loss
         overlong_buffer: Soft overlong punishment
@@ -413,7 +413,7 @@ class GRPO(Algorithm):
         max_tokens: Maximum length of prompt and answer together, in tokens
         max_prompt_tokens: Maximum length of a prompt in tokens
         max_new_tokens: Maximum tokens of an answer
-        temperature: Logits are divided by this
+        temperature: Number that logits are divided by
         """
 
 
@@ -489,8 +489,8 @@ class DrGRPO(Algorithm):
         dual_clip: Maximum ratio if the advantage is negative
         minibatches: Optimizer steps per pass over a batch; must divide `data.batch`
         epochs: Passes over each batch
-        recompute_logprobs: Recompute the old log-probabilities with the trained model, in a separate call, instead of using those that the sampler recorded
-        sampler_correction: Weight each token by its recomputed over its recorded probability
+        recompute_logprobs: Recompute the old log-probabilities with the trained model, in a separate call, instead of using the log-probabilities that the sampler recorded
+        sampler_correction: Multiply the loss of each token by its recomputed probability divided by its recorded probability
         sampler_cap: Limit of `sampler_correction`
         mask_truncated: Exclude answers without end of sequence from the loss
         overlong_buffer: Soft overlong punishment
@@ -510,7 +510,7 @@ class DrGRPO(Algorithm):
         max_tokens: Maximum length of prompt and answer together, in tokens
         max_prompt_tokens: Maximum length of a prompt in tokens
         max_new_tokens: Maximum tokens of an answer
-        temperature: Logits are divided by this
+        temperature: Number that logits are divided by
         """
 
 
@@ -586,8 +586,8 @@ class DAPO(Algorithm):
         dual_clip: Maximum ratio if the advantage is negative
         minibatches: Optimizer steps per pass over a batch; must divide `data.batch`
         epochs: Passes over each batch
-        recompute_logprobs: Recompute the old log-probabilities with the trained model, in a separate call, instead of using those that the sampler recorded
-        sampler_correction: Weight each token by its recomputed over its recorded probability
+        recompute_logprobs: Recompute the old log-probabilities with the trained model, in a separate call, instead of using the log-probabilities that the sampler recorded
+        sampler_correction: Multiply the loss of each token by its recomputed probability divided by its recorded probability
         sampler_cap: Limit of `sampler_correction`
         mask_truncated: Exclude answers without end of sequence from the loss
         overlong_buffer: Soft overlong punishment
@@ -607,7 +607,7 @@ class DAPO(Algorithm):
         max_tokens: Maximum length of prompt and answer together, in tokens
         max_prompt_tokens: Maximum length of a prompt in tokens
         max_new_tokens: Maximum tokens of an answer
-        temperature: Logits are divided by this
+        temperature: Number that logits are divided by
         """
 
 
@@ -683,8 +683,8 @@ class GSPO(Algorithm):
         dual_clip: Maximum ratio if the advantage is negative
         minibatches: Optimizer steps per pass over a batch; must divide `data.batch`
         epochs: Passes over each batch
-        recompute_logprobs: Recompute the old log-probabilities with the trained model, in a separate call, instead of using those that the sampler recorded
-        sampler_correction: Weight each token by its recomputed over its recorded probability
+        recompute_logprobs: Recompute the old log-probabilities with the trained model, in a separate call, instead of using the log-probabilities that the sampler recorded
+        sampler_correction: Multiply the loss of each token by its recomputed probability divided by its recorded probability
         sampler_cap: Limit of `sampler_correction`
         mask_truncated: Exclude answers without end of sequence from the loss
         overlong_buffer: Soft overlong punishment
@@ -704,7 +704,7 @@ class GSPO(Algorithm):
         max_tokens: Maximum length of prompt and answer together, in tokens
         max_prompt_tokens: Maximum length of a prompt in tokens
         max_new_tokens: Maximum tokens of an answer
-        temperature: Logits are divided by this
+        temperature: Number that logits are divided by
         """
 
 
@@ -780,8 +780,8 @@ class RLOO(Algorithm):
         dual_clip: Maximum ratio if the advantage is negative
         minibatches: Optimizer steps per pass over a batch; must divide `data.batch`
         epochs: Passes over each batch
-        recompute_logprobs: Recompute the old log-probabilities with the trained model, in a separate call, instead of using those that the sampler recorded
-        sampler_correction: Weight each token by its recomputed over its recorded probability
+        recompute_logprobs: Recompute the old log-probabilities with the trained model, in a separate call, instead of using the log-probabilities that the sampler recorded
+        sampler_correction: Multiply the loss of each token by its recomputed probability divided by its recorded probability
         sampler_cap: Limit of `sampler_correction`
         mask_truncated: Exclude answers without end of sequence from the loss
         overlong_buffer: Soft overlong punishment
@@ -801,7 +801,7 @@ class RLOO(Algorithm):
         max_tokens: Maximum length of prompt and answer together, in tokens
         max_prompt_tokens: Maximum length of a prompt in tokens
         max_new_tokens: Maximum tokens of an answer
-        temperature: Logits are divided by this
+        temperature: Number that logits are divided by
         """
 
 
@@ -877,8 +877,8 @@ class ReinforcePP(Algorithm):
         dual_clip: Maximum ratio if the advantage is negative
         minibatches: Optimizer steps per pass over a batch; must divide `data.batch`
         epochs: Passes over each batch
-        recompute_logprobs: Recompute the old log-probabilities with the trained model, in a separate call, instead of using those that the sampler recorded
-        sampler_correction: Weight each token by its recomputed over its recorded probability
+        recompute_logprobs: Recompute the old log-probabilities with the trained model, in a separate call, instead of using the log-probabilities that the sampler recorded
+        sampler_correction: Multiply the loss of each token by its recomputed probability divided by its recorded probability
         sampler_cap: Limit of `sampler_correction`
         mask_truncated: Exclude answers without end of sequence from the loss
         overlong_buffer: Soft overlong punishment
@@ -898,7 +898,7 @@ class ReinforcePP(Algorithm):
         max_tokens: Maximum length of prompt and answer together, in tokens
         max_prompt_tokens: Maximum length of a prompt in tokens
         max_new_tokens: Maximum tokens of an answer
-        temperature: Logits are divided by this
+        temperature: Number that logits are divided by
         """
 
 
@@ -974,8 +974,8 @@ class ReinforcePPBaseline(Algorithm):
         dual_clip: Maximum ratio if the advantage is negative
         minibatches: Optimizer steps per pass over a batch; must divide `data.batch`
         epochs: Passes over each batch
-        recompute_logprobs: Recompute the old log-probabilities with the trained model, in a separate call, instead of using those that the sampler recorded
-        sampler_correction: Weight each token by its recomputed over its recorded probability
+        recompute_logprobs: Recompute the old log-probabilities with the trained model, in a separate call, instead of using the log-probabilities that the sampler recorded
+        sampler_correction: Multiply the loss of each token by its recomputed probability divided by its recorded probability
         sampler_cap: Limit of `sampler_correction`
         mask_truncated: Exclude answers without end of sequence from the loss
         overlong_buffer: Soft overlong punishment
@@ -995,7 +995,7 @@ class ReinforcePPBaseline(Algorithm):
         max_tokens: Maximum length of prompt and answer together, in tokens
         max_prompt_tokens: Maximum length of a prompt in tokens
         max_new_tokens: Maximum tokens of an answer
-        temperature: Logits are divided by this
+        temperature: Number that logits are divided by
         """
 
 
@@ -1071,8 +1071,8 @@ class ReMax(Algorithm):
         dual_clip: Maximum ratio if the advantage is negative
         minibatches: Optimizer steps per pass over a batch; must divide `data.batch`
         epochs: Passes over each batch
-        recompute_logprobs: Recompute the old log-probabilities with the trained model, in a separate call, instead of using those that the sampler recorded
-        sampler_correction: Weight each token by its recomputed over its recorded probability
+        recompute_logprobs: Recompute the old log-probabilities with the trained model, in a separate call, instead of using the log-probabilities that the sampler recorded
+        sampler_correction: Multiply the loss of each token by its recomputed probability divided by its recorded probability
         sampler_cap: Limit of `sampler_correction`
         mask_truncated: Exclude answers without end of sequence from the loss
         overlong_buffer: Soft overlong punishment
@@ -1092,7 +1092,7 @@ class ReMax(Algorithm):
         max_tokens: Maximum length of prompt and answer together, in tokens
         max_prompt_tokens: Maximum length of a prompt in tokens
         max_new_tokens: Maximum tokens of an answer
-        temperature: Logits are divided by this
+        temperature: Number that logits are divided by
         """
 
 
@@ -1142,14 +1142,14 @@ class DPO(Algorithm):
         callbacks: functions of a Step, or objects with on_step or on_evaluation
         ref_ema: After each step, move the reference this fraction of the way to the actor
         ref_every: Move the reference only once in this many steps
-        loss: With d the score of the chosen answer minus that of the rejected one, `sigmoid`
+        loss: Loss of a pair; d is the score of the chosen answer minus the score of the rejected answer
         beta: Scale of rewards
-        gamma: Target margin between the rewards of the chosen and the rejected answer; for loss=sigmoid
+        gamma: Target margin between the rewards of the chosen and the rejected answer
         label_smoothing: Probability that the label of a pair is wrong
         length_normalization: Divide each answer's score by its number of tokens
         reference: Source of the reference's log-probabilities
-        nll_coef: Weight of the negative log-likelihood of chosen answers, mean per token, in the loss
-        nll_prompts: Include the prompt in this likelihood
+        nll_coef: Weight, in the loss, of the mean negative log-likelihood per token of chosen answers
+        nll_prompts: Include the tokens of prompts in the likelihood of `nll_coef`
         run_dir: Directory for everything that the run writes
         cluster: Devices as `nodes x devices per node`, for example `1x2`, or with their kind, for example `h100:2x8`, or as a cluster file (.yaml)
         plan: A plan preset, a plan file, or `search`
@@ -1214,14 +1214,14 @@ class ORPO(Algorithm):
         callbacks: functions of a Step, or objects with on_step or on_evaluation
         ref_ema: After each step, move the reference this fraction of the way to the actor
         ref_every: Move the reference only once in this many steps
-        loss: With d the score of the chosen answer minus that of the rejected one, `sigmoid`
+        loss: Loss of a pair; d is the score of the chosen answer minus the score of the rejected answer
         beta: Scale of rewards
-        gamma: Target margin between the rewards of the chosen and the rejected answer; for loss=sigmoid
+        gamma: Target margin between the rewards of the chosen and the rejected answer
         label_smoothing: Probability that the label of a pair is wrong
         length_normalization: Divide each answer's score by its number of tokens
         reference: Source of the reference's log-probabilities
-        nll_coef: Weight of the negative log-likelihood of chosen answers, mean per token, in the loss
-        nll_prompts: Include the prompt in this likelihood
+        nll_coef: Weight, in the loss, of the mean negative log-likelihood per token of chosen answers
+        nll_prompts: Include the tokens of prompts in the likelihood of `nll_coef`
         run_dir: Directory for everything that the run writes
         cluster: Devices as `nodes x devices per node`, for example `1x2`, or with their kind, for example `h100:2x8`, or as a cluster file (.yaml)
         plan: A plan preset, a plan file, or `search`
@@ -1286,14 +1286,14 @@ class SimPO(Algorithm):
         callbacks: functions of a Step, or objects with on_step or on_evaluation
         ref_ema: After each step, move the reference this fraction of the way to the actor
         ref_every: Move the reference only once in this many steps
-        loss: With d the score of the chosen answer minus that of the rejected one, `sigmoid`
+        loss: Loss of a pair; d is the score of the chosen answer minus the score of the rejected answer
         beta: Scale of rewards
-        gamma: Target margin between the rewards of the chosen and the rejected answer; for loss=sigmoid
+        gamma: Target margin between the rewards of the chosen and the rejected answer
         label_smoothing: Probability that the label of a pair is wrong
         length_normalization: Divide each answer's score by its number of tokens
         reference: Source of the reference's log-probabilities
-        nll_coef: Weight of the negative log-likelihood of chosen answers, mean per token, in the loss
-        nll_prompts: Include the prompt in this likelihood
+        nll_coef: Weight, in the loss, of the mean negative log-likelihood per token of chosen answers
+        nll_prompts: Include the tokens of prompts in the likelihood of `nll_coef`
         run_dir: Directory for everything that the run writes
         cluster: Devices as `nodes x devices per node`, for example `1x2`, or with their kind, for example `h100:2x8`, or as a cluster file (.yaml)
         plan: A plan preset, a plan file, or `search`
@@ -1357,9 +1357,9 @@ class Distillation(Algorithm):
         callbacks: functions of a Step, or objects with on_step or on_evaluation
         divergence: `reverse_kl`
         jsd_beta: Share of the teacher in the mixture of `jsd`
-        top_k: Tokens whose log-probabilities the teacher gives at each position, 8 bytes each
+        top_k: Number of tokens whose log-probabilities the teacher sends at each position, 8 bytes for each token
         clip: With top_k=null, after the first update of a batch, clip probability ratios to [1 - clip, 1 + clip]
-        max_ratio: With top_k=null, maximum of the teacher's probability of a token relative to the actor's in `forward_kl`
+        max_ratio: With top_k=null and `forward_kl`, maximum ratio of the teacher's probability of a token to the actor's
         samples: Answers sampled for each prompt
         minibatches: Optimizer steps per pass over a batch; must divide `data.batch`
         epochs: Passes over each batch
@@ -1378,7 +1378,7 @@ class Distillation(Algorithm):
         max_tokens: Maximum length of prompt and answer together, in tokens
         max_prompt_tokens: Maximum length of a prompt in tokens
         max_new_tokens: Maximum tokens of an answer
-        temperature: Logits are divided by this
+        temperature: Number that logits are divided by
         """
 
 
@@ -1422,7 +1422,7 @@ class OfflineDistillation(Algorithm):
         callbacks: functions of a Step, or objects with on_step or on_evaluation
         divergence: `reverse_kl`
         jsd_beta: Share of the teacher in the mixture of `jsd`
-        top_k: Tokens whose log-probabilities the teacher gives at each position, 8 bytes each
+        top_k: Number of tokens whose log-probabilities the teacher sends at each position, 8 bytes for each token
         temperature: Divisor of both models' logits
         run_dir: Directory for everything that the run writes
         cluster: Devices as `nodes x devices per node`, for example `1x2`, or with their kind, for example `h100:2x8`, or as a cluster file (.yaml)
@@ -1488,7 +1488,7 @@ class ExpertIteration(Algorithm):
         eval_data: records for evaluations, likewise
         callbacks: functions of a Step, or objects with on_step or on_evaluation
         samples: Answers sampled for each prompt
-        keep: Learn this many answers of each group
+        keep: Learn at most this many answers of each group: the answers with the highest scores
         threshold: Learn only answers with at least this score; null for no limit
         aggregate: Loss of a mini-batch
         minibatches: Optimizer steps per pass over a batch; must divide `data.batch`
@@ -1508,7 +1508,7 @@ class ExpertIteration(Algorithm):
         max_tokens: Maximum length of prompt and answer together, in tokens
         max_prompt_tokens: Maximum length of a prompt in tokens
         max_new_tokens: Maximum tokens of an answer
-        temperature: Logits are divided by this
+        temperature: Number that logits are divided by
         """
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import runpy
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,17 @@ def test_a_loop_learns(place: Path, name: str, monkeypatch: pytest.MonkeyPatch) 
     with realrl.Session(models, train="actor", device="cpu", cluster="1x1") as session:
         steps = list(example["train"](session, records, 2))
     assert all(step["grad_norm"] > 0 for step in steps)
+
+
+def test_the_notebook_runs(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    notebook = nbformat.read("examples/first_steps.ipynb", as_version=4)
+    NotebookClient(notebook, timeout=300).execute()
+    shown = str([cell.get("outputs") for cell in notebook.cells])
+    assert "10 steps, finished" in shown and "name a fruit:" in shown and "h100" in shown
 
 
 def test_the_verifier_rewards_words_and_their_beginnings() -> None:
