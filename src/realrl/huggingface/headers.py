@@ -40,7 +40,8 @@ class Contents:
     embedding: TensorSpec
     """The embedding table."""
     repeated_head: tuple[StoredTensor, StoredTensor] | None
-    """A stored language-model head that is tied to the embeddings, and these embeddings. Both must be equal."""
+    """A stored language-model head that is tied to the embeddings, and the stored embeddings; None without such a
+    head. Both tensors must be equal."""
 
 
 def open_file(file: Path) -> Any:
@@ -135,7 +136,7 @@ def _named_as_in_family(
 
 
 def _specs_outside_layers(shape: ModelShape) -> dict[Parameter, TensorSpec]:
-    """List the tensors outside the layers: those of both kinds of head, with untied embeddings."""
+    """List the tensors outside the layers, for a model with both kinds of head and untied embeddings."""
     untied = shape.model_copy(update={"tied_embeddings": False, "layers": 1})
     heads: tuple[Head, ...] = get_args(Head)
     specs = [spec for head in heads for spec in model_tensors(untied, head)]

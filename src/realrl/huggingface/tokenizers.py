@@ -219,7 +219,8 @@ def find_classifier_padding(
 def find_saved_ids(tokenizer: SpecialTokens | None, origin: Origin | None) -> dict[str, Any]:
     """Return the special tokens for the `config.json` of a saved model.
 
-    They are copied from the model that was loaded. A model that started from scratch gets the tokenizer's.
+    They are copied from the model that was loaded. A model that started from scratch gets the special tokens of the
+    tokenizer.
     """
     if origin is not None:
         return {name: origin.config[name] for name in SPECIAL_TOKENS if name in origin.config}
@@ -279,7 +280,7 @@ def _write_template(tokenizer: Tokenizer, directory: Path) -> None:
     copied = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
     template = getattr(tokenizer, "chat_template", None)
     if not isinstance(template, str) or template == copied:
-        return  # several named templates are among the copied files
+        return  # if the tokenizer has several named templates, the copied files contain them
     shutil.rmtree(directory / "additional_chat_templates", ignore_errors=True)
     (directory / "chat_template.json").unlink(missing_ok=True)
     if "chat_template" in settings:
@@ -338,7 +339,10 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
 def list_saving_notes(
     origin: Origin | None, head: Head, tokenizer: Tokenizer, stop_token_ids: Collection[int], vocabulary: int
 ) -> Iterator[str]:
-    """Yield notes about settings that saving ignores or changes. For `stop_token_ids`, see `model_files.save`."""
+    """Yield notes about settings that saving ignores or changes.
+
+    `stop_token_ids` are the additional tokens that can end a sequence, as in `model_files.save`.
+    """
     if origin is not None:
         dropout = origin.config.get("attention_dropout")
         if dropout:

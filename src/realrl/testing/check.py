@@ -24,7 +24,7 @@ from realrl.testing.ranks import RanksFailure, run_on_ranks, sampled
 from realrl.testing.shrink import shrink_recipe
 
 WHOLE, SMALL = 4096, 48
-"""Sizes of micro-batches in tokens. `WHOLE` is enough for all items of a step, `SMALL` for two or three."""
+"""Sizes of micro-batches in tokens. `WHOLE` is enough for all sequences of a step, `SMALL` for two or three."""
 
 
 def check_algorithm(
