@@ -6,8 +6,8 @@ began and ended under one load; the first step of every turn does not count.
 
     python bench/contention.py [--stages sft ppo grpo transformers] [--processes 1 2] [--rounds 5] [--json FILE]
 
-The fair share: n training threads and k loops on n cores share them evenly, so a step takes (n + k) / n of
-its quiet time. `beside_fair` is the measured ratio over this one.
+If n training threads and k loops share n cores fairly, a step takes (n + k) / n times as long as without loops.
+`beside_fair` is the measured ratio divided by this fair ratio.
 """
 
 import argparse
@@ -55,7 +55,7 @@ class Loops:
 
 @contextmanager
 def training(command: Sequence[str], demo: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a training beside the block, then kill it and its ranks."""
+    """Run a training command while the block runs, then kill the command and its ranks."""
     with log.open("wb") as output:
         process = subprocess.Popen(command, cwd=demo, stdout=output, stderr=output, start_new_session=True)
     try:
@@ -90,7 +90,7 @@ def measure(
             for _ in range(rounds):
                 for load in LOADS:
                     loops.run(load)
-                    # The step under way has the previous load.
+                    # The current step began under the previous load.
                     before = len(read_steps(run_dir)) + 2
                     found[load].append(median(wait_for(before + steps)[before:]))
     finally:

@@ -78,7 +78,7 @@ class Row:
     search_seconds: float
     step_seconds: float
     heuristic_seconds: float
-    """Step of the preset `heuristic`; infinite if that does not fit."""
+    """Seconds of a step of the preset `heuristic`; infinite if this preset does not fit."""
     lower_bound_seconds: float
     gap: float
     evaluations: int

@@ -127,7 +127,7 @@ def run_on_ranks(
 
 
 def sampled(recipe: Path) -> Tokens:
-    """Collect the generated tokens of all ranks. Raises CheckFailure if two ranks differ in the tokens of an item."""
+    """Collect the generated tokens of all ranks. Raises CheckFailure if ranks have different tokens for an item."""
     everything: Tokens = {}
     for file in recipe.parent.glob(f"{recipe.stem}-tokens-*.json"):
         for item, tokens in json.loads(file.read_text()).items():

@@ -208,10 +208,10 @@ def parse_objective(text: str) -> "Objective":
 
 
 def parse_wanted(target_step: str | None, budget: float | None, *, others: bool) -> "Wanted | None":
-    """Parse the target for choosing a cluster: a step time (`60`, `60s`, `2min`) or a price per hour. May be None.
+    """Parse the target for choosing a cluster: a step time (`60`, `60s`, `2min`) or a price per hour.
 
-    `others`: whether another option chooses a number of nodes. Raises UserError for a malformed target, or if more
-    than one option chooses the cluster.
+    Returns None if there is no target. `others`: whether another option chooses a number of nodes. Raises UserError
+    for a malformed target, or if more than one option chooses the cluster.
     """
     from realrl.planner.report.report import Wanted
 
