@@ -1,4 +1,4 @@
-"""Measure steps of the demos, and of a plain `transformers` training loop, beside busy processes.
+"""Measure steps of the demos, and of a plain `transformers` training loop, while busy processes run.
 
 It reads the data and models of a finished `make demo` and `make demo-grpo`. Each training is started once and
 keeps running while busy loops come and go in turns: none, one, two, none, and so on. A step counts if it
@@ -28,21 +28,21 @@ from harness import ROOT, Results, make_parser, read_steps
 
 STAGES = {"sft": "demo/sft", "ppo": "demo/ppo", "grpo": "demo_grpo/grpo"}
 LOADS = (0, 1, 2)
-"""Busy loops beside the training."""
+"""Numbers of busy loops that run at the same time as the training."""
 CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 PATIENCE = 600
 """Seconds after which a missing step is an error."""
 
 
 class Loops:
-    """Busy loops, some running and the others stopped."""
+    """Busy loops, of which any number can run while the other loops are stopped."""
 
     def __init__(self, most: int) -> None:
         self._all = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(most)]
         self.run(0)
 
     def run(self, count: int) -> None:
-        """Let `count` loops run, and stop the others."""
+        """Let `count` loops run, and stop all other loops."""
         for number, loop in enumerate(self._all):
             loop.send_signal(signal.SIGCONT if number < count else signal.SIGSTOP)
 

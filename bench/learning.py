@@ -3,8 +3,9 @@
 Algorithms that sample use the demo's reward model and prompts. DPO and KTO learn from 32 answers of the SFT
 model to each of these prompts, scored once by the same reward model (`realrl generate`). The best eighth is
 paired with the worst. Each trained model then answers the 320 held-out prompts four times at temperature 1.
-The table has the mean score of the demo's judge, which takes no part in training; its gain over the SFT
-model; the divergence from the SFT model per answer, estimated from the answers; and the seconds of training.
+The table has the mean score of the demo's judge, which training does not use, and the gain over the SFT model's
+score. It also has the divergence from the SFT model per answer, estimated from the answers, and the seconds of
+training.
 
     make demo      # its first two stages are enough
     python bench/learning.py [--cases rloo dpo ...] [--json FILE] [--runs DIR] [--cluster 1x2]

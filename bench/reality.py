@@ -7,8 +7,8 @@ alone, and the measurement come from the run's `costs.json`. Figures:
 - errors of step seconds and of peak memory (predicted / measured - 1);
 - rank correlation of step seconds, over all runs and within each size;
 - share of runs whose step lies in the predicted 90 % interval;
-- how much slower the searched plan is than the fastest plan of its size. For this figure the searched plan and the
-  two fastest others run again in turns, since the fastest of many runs is also the least disturbed one;
+- how much slower the searched plan is than the fastest plan of its size. For this figure, the searched plan and the
+  two fastest other plans run again in turns, because the fastest of many runs is also the least disturbed run;
 - how much slower than the fastest plan the best of the three plans is that `realrl plan --try 3` would run.
 
 A round of PPO takes about 35 minutes and profiles the machine again. Figures are medians over rounds. GRPO, ReMax
@@ -71,7 +71,7 @@ LENGTHS = {"windows": (32, 224)}
 """Tokens of prompts and of answers, for the sizes that do not have `USUAL_LENGTHS`."""
 SEARCHED = "searched"
 FINALISTS = 2
-"""Number of plans that run again beside the searched plan."""
+"""Number of plans that run again in addition to the searched plan."""
 TRIED = 3
 """Number of plans that `--try` would measure."""
 FINAL = "final "

@@ -1,4 +1,4 @@
-"""Commit checkpoints on disk, choose which ones to keep, and delete the others.
+"""Commit checkpoints on disk, choose the checkpoints to keep, and delete all others.
 
 Does not import torch.
 """

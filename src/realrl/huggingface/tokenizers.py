@@ -173,7 +173,7 @@ class SpecialTokens(Protocol):
 
 
 def list_stop_token_ids(tokenizer: SpecialTokens, origin: Origin | None, vocabulary: int) -> tuple[int, ...]:
-    """List all tokens that end a sequence: first the tokenizer's, then those in the settings of the model.
+    """List all tokens that end a sequence: first the tokenizer's token, then the tokens in the model's settings.
 
     There may be several; Llama 3 Instruct has three. `vocabulary` is the number of tokens in the model's
     vocabulary. Raises UserError for an id outside it.
@@ -304,7 +304,7 @@ def set_padding(directory: Path, token: str | None) -> None:
 def _find_files(name: str, model_type: str) -> Path | None:
     """Find a directory whose files can be copied to save this tokenizer; None if there is none.
 
-    Files that do not name the tokenizer's class depend on the model type in the `config.json` beside them.
+    Files that do not name the tokenizer's class depend on the model type in the `config.json` of their directory.
     """
     directory = _find_directory(name)
     if directory is None:

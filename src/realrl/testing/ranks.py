@@ -89,7 +89,7 @@ def run_on_ranks(
 ) -> None:
     """Run recipes that need `size` devices each.
 
-    Each rank writes the tokens that it generates to a file beside the recipe, which `sampled` reads.
+    Each rank writes the tokens that it generates to a file in the recipe's directory, which `sampled` reads.
 
     For recipes in `renewed`, the algorithm is rebuilt after each step from its `state_dict`. Recipes in `evaluated`
     are evaluated instead of trained, like `realrl eval`; results go to RUN_DIR/eval. Raises RanksFailure for the

@@ -80,7 +80,7 @@ def make_job(
         raise UserError(
             "resume=never: a restarted job could not resume its run; set resume=auto, or choose a new run_dir"
         )
-    # torchrun and Slurm tell a process that it is a restart, which must not delete the run. A new pod cannot know.
+    # Under torchrun and Slurm, a restarted process knows that it must not delete the run. A new pod does not know.
     if experiment.overwrite and kind == "kubernetes":
         raise UserError(
             "overwrite=true: a restarted pod would delete the run; set overwrite=false and choose a new run_dir"
