@@ -42,10 +42,10 @@ class TimedRun(TrainingRun):
 
     seconds: dict[bool, list[float]]
     writes = True
-    """Whether checkpoints are written. A run without checkpoints shows how else even and odd steps differ."""
+    """Whether checkpoints are written. A run without checkpoints shows other differences of even and odd steps."""
 
     def execute(self, started: float) -> None:
-        """Train, and sort the seconds of steps by whether a checkpoint began before them."""
+        """Train, and collect the seconds of steps separately for steps with and without a checkpoint."""
         type(self).seconds = {True: [], False: []}
         super().execute(started)
 

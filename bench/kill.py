@@ -39,9 +39,10 @@ CASES = (
     ("ppo", 3, "interleave"),
     ("grpo", 4, "symmetric"),
 )
-"""Algorithm, processes and plan."""
+"""Algorithm, number of processes and plan of each case."""
 PHASES = ("begin", "copied", "written", "commit", "committed", "prune", "pruned", "final", "saved")
-"""Phases of saving. Only rank 0 passes the phases from `commit` to `pruned`."""
+"""Points that a rank passes while it saves a checkpoint or the final models. Only rank 0 passes the points from
+`commit` to `pruned`."""
 OF_WRITER = ("commit", "committed", "prune", "pruned")
 
 HOOK = """
@@ -222,7 +223,7 @@ def _find_processes(marker: str) -> list[int]:
 
 
 def choose_points(case: Case, verbs: dict[int, Counter[str]], chance: random.Random) -> list[dict[str, Any]]:
-    """Choose where to kill each start of a run: a rank, an instruction or phase, and its number on this rank."""
+    """Choose where to kill each start of a run: a rank, an instruction or phase, and which of its occurrences."""
     points = []
     for _ in range(KILLS):
         rank = chance.randrange(case.size)

@@ -160,7 +160,7 @@ def score_answers(runs: Path, cluster: str) -> None:
     """Sample and score answers of the SFT model; write pairs and labelled answers made from them."""
     answers = runs / "answers.jsonl"
     of_sft = ["generate", SFT, "--data", DATA / "prompts_train.jsonl", "--n", SCORED]
-    lengths = ["--min-new-tokens", 4, "--max-new-tokens", 2 * NEW_TOKENS]  # records refuse empty answers
+    lengths = ["--min-new-tokens", 4, "--max-new-tokens", 2 * NEW_TOKENS]  # empty answers are refused
     realrl(*of_sft, *lengths, "--cluster", cluster, "--reward-model", REWARD, "--out", answers, "--overwrite")
     rows = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
     pairs, labels = [], []

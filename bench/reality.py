@@ -91,7 +91,7 @@ def plan(
     offload_optimizer: str = "",
     **calls: Placement,
 ) -> Plan:
-    """Make a plan with every call as `default`, except `calls`, where `__` stands for the dot of a call's name."""
+    """Make a plan that places every call as `default`, except `calls`. `__` stands for the dot in a call's name."""
     chosen = {name.replace("__", "."): placement for name, placement in calls.items()}
     placements = {call.name: default for call in graph.calls} | chosen
     return Plan(CLUSTER, placements, tuple(offload.split()), tuple(offload_optimizer.split()))
@@ -259,7 +259,7 @@ class World:
         return path
 
     def search(self, case: str, profile: Path) -> Plan:
-        """Search for a plan."""
+        """Return the plan that `realrl plan` finds for a case. An earlier result in the directory is reused."""
         path = self.root / f"{name_files(case)}-plan.yaml"
         if not path.exists():
             realrl(
@@ -400,7 +400,7 @@ def summary(
 
 
 def correlation(found: list[Row]) -> float:
-    """Spearman's rank correlation of predicted and measured seconds."""
+    """Compute Spearman's rank correlation of predicted and measured seconds."""
     return float(spearmanr([row.measured for row in found], [row.predicted for row in found]).statistic)
 
 

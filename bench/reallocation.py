@@ -72,13 +72,14 @@ SAME: dict[int, list[tuple[Strategy, Strategy]]] = {
         (Strategy(dp=2, tp=2, pp=2), Strategy(dp=8)),
     ],
 }
-"""Strategies of source and target, both on all processes."""
+"""Pairs of strategies of source and target, both on all processes, by number of processes."""
 APART: dict[int, list[tuple[Strategy, Strategy]]] = {
     2: [(Strategy(), Strategy())],
     4: [(Strategy(tp=2), Strategy(dp=2)), (Strategy(dp=2), Strategy(tp=2))],
     8: [(Strategy(pp=4), Strategy(tp=4)), (Strategy(tp=4), Strategy(dp=2, tp=2))],
 }
-"""Strategies of a source on the first half of the processes and a target on the second half."""
+"""Pairs of strategies of a source on the first half of the processes and a target on the second half, by number of
+processes."""
 
 
 @dataclass(frozen=True)

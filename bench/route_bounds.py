@@ -129,7 +129,7 @@ def classes(pair: Pair) -> dict[Class, int]:
 
 
 def cut_tensor(before: Iterable[tuple], after: Iterable[tuple]) -> Counter[Class]:
-    """Count the elements of one tensor by (holders, needers), on a grid of cells that the same ranks hold."""
+    """Count the elements of one tensor by (holders, needers), on a grid. Elements of a cell have the same ranks."""
     before, after = list(before), list(after)
     dims = range(len(before[0][0]))
     edges = [sorted({e for o, s, _ in before + after for e in (o[d], o[d] + s[d])}) for d in dims]

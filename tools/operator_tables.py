@@ -51,7 +51,7 @@ FOLDERS = {
 """Folders of the package with the measurements of a device kind."""
 ATTENTION = {"prefill": "context", "decode": "generation"}
 HELD_OUT = 10
-"""One row in this number of rows is held out."""
+"""One in this many rows is held out."""
 SAMPLED = 150
 """Number of held-out rows of each table in the sample, approximately."""
 

@@ -86,7 +86,7 @@ class TensorFiles:
 
 
 def find_tensors(directory: Path, shape: ModelShape, wanted: Iterable[TensorSpec]) -> Contents:
-    """Find the file of each of these tensors of a model.
+    """Find the stored tensor for each of the `wanted` tensors of a model.
 
     Only a scalar head may be missing, because a language model does not have one. If `config.json` ties the
     language-model head to the embeddings and the head is missing, the embedding table takes its place. If anything

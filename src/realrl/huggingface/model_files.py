@@ -146,7 +146,7 @@ class ModelFiles:
     """The files from which a model is read, including the file of its adapters if it has any."""
 
     def __init__(self, path: str | Path, shape: ModelShape, tensors: Sequence[TensorSpec]) -> None:
-        """Raises UserError if the files do not fit the model."""
+        """Find and check the model's tensors in its files. Raises UserError if the files do not fit the model."""
         saved = find_saved_adapters(path)
         self._adapters = None if saved is None else AdapterFile(saved)
         tensors = [spec for spec in tensors if not is_scale(spec)]

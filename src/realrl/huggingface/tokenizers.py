@@ -114,7 +114,7 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerFast", directory: Path) -> Non
     tokenizer.save_pretrained(str(directory))
     config = directory / "tokenizer_config.json"
     settings = json.loads(config.read_text(encoding="utf-8"))
-    if settings.get("tokenizer_class") == "TokenizersBackend":  # transformers 4 does not know its new name
+    if settings.get("tokenizer_class") == "TokenizersBackend":  # transformers 4 does not know this name
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     for name in ("is_local", "local_files_only"):
         settings.pop(name, None)
@@ -124,7 +124,7 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerFast", directory: Path) -> Non
 def train_tokenizer(source: str, out: str, vocab_size: int) -> int:
     """Train a tokenizer on the records of `source` (see `read_records`) and write it to the directory `out`.
 
-    Returns the tokenizer's number of tokens. It is below `vocab_size` if the texts yield too few.
+    Returns the tokenizer's number of tokens, which is below `vocab_size` if the texts yield too few tokens.
     """
     texts = (text for text in _record_texts(source) if text)
     first = next(texts, None)
@@ -175,8 +175,8 @@ class SpecialTokens(Protocol):
 def list_stop_token_ids(tokenizer: SpecialTokens, origin: Origin | None, vocabulary: int) -> tuple[int, ...]:
     """List all tokens that end a sequence: first the tokenizer's token, then the tokens in the model's settings.
 
-    There may be several; Llama 3 Instruct has three. `vocabulary` is the number of tokens in the model's
-    vocabulary. Raises UserError for an id outside it.
+    A model may have several of these tokens; Llama 3 Instruct has three. `vocabulary` is the number of tokens in
+    the model's vocabulary. Raises UserError for an id outside the vocabulary.
     """
     stop_token_ids: dict[int, None] = {}
     if tokenizer.eos_token_id is not None:

@@ -86,7 +86,7 @@ def read_part(path: Path, offset: int, limit: int, every: int = 1) -> MetricPart
 
 
 def read_last(path: Path, limit: int) -> tuple[MetricLine, ...]:
-    """Read the complete lines in the last `limit` bytes of a file. Returns none if the file cannot be read."""
+    """Read the complete lines in the last `limit` bytes of a file; empty if the file cannot be read."""
     return tuple(_parse_lines(read_tail(path, limit)))
 
 

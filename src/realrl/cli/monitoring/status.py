@@ -58,7 +58,7 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class LatestMetric:
-    """Latest value of a curve of the algorithm; None if it was not finite."""
+    """Latest value of a curve of the algorithm. The value is None if it was not finite."""
 
     metric: str
     label: str
@@ -74,7 +74,7 @@ class LastCheckpoint:
     path: str
     """Path relative to the run's directory."""
     time: float
-    """When it was written, in seconds since 1970."""
+    """Time at which the checkpoint was written, in seconds since 1970."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +177,7 @@ def read_status(path: Path, now: float | None = None) -> RunStatus:
 
 
 def _read_ranks(path: Path) -> tuple[Heartbeat, ...]:
-    """Read the heartbeats of the last start. Files of an earlier start with more ranks may still be there."""
+    """Read the heartbeats of the last start. Files of an earlier start with more ranks may still exist."""
     found = read_statuses(path).values()
     begun = max((rank.started for rank in found), default=0.0)
     return tuple(rank for rank in found if rank.time > begun - FRESH)

@@ -32,7 +32,7 @@ TERMS: Mapping[str, str] = {
 _LETTER = 0.0085
 """Width of a letter, as a fraction of a bar's width."""
 _VISIBLE = 1e-3
-"""Fraction of the step's device time. A smaller part outside the calls gets no bar."""
+"""Parts of a step outside the calls get a bar if they exceed this fraction of the step's device time."""
 _OF_CALLS = (
     PartKind.CACHE,
     PartKind.PACKED_WEIGHTS,
@@ -87,7 +87,7 @@ class Card:
 
 
 def make_time_bars(report: "PlanReport") -> list[Bar]:
-    """Make bars of device-seconds: one for the whole step, then its parts on a scale of their own."""
+    """Make bars of device-seconds: a bar for the whole step, then bars for its parts, on another scale."""
     estimate = report.chosen
     whole = estimate.step_seconds * len(estimate.slices)
     parts: dict[str, dict[str, float]] = {}

@@ -116,7 +116,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class TimelineDrawing:
-    """Content of the picture."""
+    """Bands, borders, boxes and ticks of the picture, and its height in pixels."""
 
     height: float
     rows: tuple[DrawnBand, ...]

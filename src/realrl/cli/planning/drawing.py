@@ -39,7 +39,7 @@ def explain_plan(name: str) -> str:
 
 
 def format_plan(plan: Plan, graph: DataflowGraph) -> str:
-    """Format a table with a line per call, in the order they run."""
+    """Format a table with a line per call, in the order in which calls run."""
     named = (axis for place in plan.placements.values() for axis in place.strategy.degrees.named())
     axes = [*dict.fromkeys(named)]
     rows = [["call", "mesh", *axes, "micro-batch tokens"]]

@@ -246,7 +246,7 @@ def describe_preference(report: PlanReport) -> str:
 
 
 def _nearest(report: PlanReport) -> list[Alternative]:
-    """Select a few alternatives per call: first faster ones that do not fit, then the nearest ones."""
+    """Select a few alternatives per call: first alternatives that do not fit, then those with the nearest times."""
     found = []
     for _, group in groupby(report.alternatives, key=lambda other: other.call):
         found += sorted(group, key=lambda other: other.fits)[:_ALTERNATIVES]
