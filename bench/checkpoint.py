@@ -1,16 +1,16 @@
-"""Measure the cost of checkpoints: in training steps, and of one gigabyte beside a plain file.
+"""Measure the cost of checkpoints in training steps, and the speed of a checkpoint compared with a plain file.
 
     make demo                   # models and data of the first case, unless --cases disk
     python bench/checkpoint.py [--cases ppo disk] [--steps N] [--rounds N] [--json FILE]
 
 `ppo` runs the demo's PPO stage with a checkpoint before every other step. It reports the median time of steps
 with a checkpoint over the median of steps without, for asynchronous checkpoints and for checkpoints that training
-waits for. `control` is the same ratio if none is written. `seconds` is the cost of a checkpoint after that
-correction.
+waits for. `control` is the same ratio in a run that writes no checkpoint. `seconds` is the cost of a checkpoint
+after correction by `control`.
 
 `disk` writes and reads one gigabyte of tensors as a checkpoint and as one plain file, in turns. Both are
-synced to disk. Reads come from the disk if the system drops its cached copy. The last figure is the peak of
-resident memory while a checkpoint is written, over the memory before.
+synced to disk. Reads come from the disk if the system drops its cached copy. `peak ratio` is the peak of resident
+memory while a checkpoint is written, divided by the resident memory before.
 """
 
 import json
@@ -34,7 +34,7 @@ from realrl.runtime.train import train
 from realrl.runtime.training_run import TrainingRun
 
 TENSORS, ELEMENTS = 16, 1 << 24
-"""Tensors of the gigabyte, and float32 elements of each."""
+"""Number of tensors in the gigabyte, and of float32 elements in each tensor."""
 
 
 class TimedRun(TrainingRun):
@@ -42,10 +42,10 @@ class TimedRun(TrainingRun):
 
     seconds: dict[bool, list[float]]
     writes = True
-    """Whether checkpoints are written. Without them, the run shows how even and odd steps differ anyway."""
+    """Whether checkpoints are written. A run without checkpoints shows other differences of even and odd steps."""
 
     def execute(self, started: float) -> None:
-        """Train, and sort the seconds of steps by whether a checkpoint began before them."""
+        """Train, and collect the seconds of steps separately for steps with and without a checkpoint."""
         type(self).seconds = {True: [], False: []}
         super().execute(started)
 
@@ -144,7 +144,7 @@ def measure_disk(directory: Path, rounds: int) -> dict[str, float]:
 
 
 def measure_peak(directory: Path, state: dict[str, TensorPieces]) -> dict[str, float]:
-    """Measure the peak of resident memory while a checkpoint is written, over that before."""
+    """Measure the peak of resident memory while a checkpoint is written, divided by the resident memory before."""
 
     def read(name: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()

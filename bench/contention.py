@@ -1,4 +1,4 @@
-"""Measure steps of the demos, and of a plain `transformers` training loop, beside busy processes.
+"""Measure steps of the demos, and of a plain `transformers` training loop, while busy processes run.
 
 It reads the data and models of a finished `make demo` and `make demo-grpo`. Each training is started once and
 keeps running while busy loops come and go in turns: none, one, two, none, and so on. A step counts if it
@@ -6,8 +6,8 @@ began and ended under one load; the first step of every turn does not count.
 
     python bench/contention.py [--stages sft ppo grpo transformers] [--processes 1 2] [--rounds 5] [--json FILE]
 
-The fair share: n training threads and k loops on n cores share them evenly, so a step takes (n + k) / n of
-its quiet time. `beside_fair` is the measured ratio over this one.
+If n training threads and k loops share n cores fairly, a step takes (n + k) / n times as long as without loops.
+`beside_fair` is the measured ratio divided by this fair ratio.
 """
 
 import argparse
@@ -28,21 +28,21 @@ from harness import ROOT, Results, make_parser, read_steps
 
 STAGES = {"sft": "demo/sft", "ppo": "demo/ppo", "grpo": "demo_grpo/grpo"}
 LOADS = (0, 1, 2)
-"""Busy loops beside the training."""
+"""Numbers of busy loops that run at the same time as the training."""
 CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 PATIENCE = 600
 """Seconds after which a missing step is an error."""
 
 
 class Loops:
-    """Busy loops, some running and the others stopped."""
+    """Busy loops, of which any number can run while the other loops are stopped."""
 
     def __init__(self, most: int) -> None:
         self._all = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(most)]
         self.run(0)
 
     def run(self, count: int) -> None:
-        """Let `count` loops run, and stop the others."""
+        """Let `count` loops run, and stop all other loops."""
         for number, loop in enumerate(self._all):
             loop.send_signal(signal.SIGCONT if number < count else signal.SIGSTOP)
 
@@ -55,7 +55,7 @@ class Loops:
 
 @contextmanager
 def training(command: Sequence[str], demo: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a training beside the block, then kill it and its ranks."""
+    """Run a training command while the block runs, then kill the command and its ranks."""
     with log.open("wb") as output:
         process = subprocess.Popen(command, cwd=demo, stdout=output, stderr=output, start_new_session=True)
     try:
@@ -90,7 +90,7 @@ def measure(
             for _ in range(rounds):
                 for load in LOADS:
                     loops.run(load)
-                    # The step under way has the previous load.
+                    # The current step began under the previous load.
                     before = len(read_steps(run_dir)) + 2
                     found[load].append(median(wait_for(before + steps)[before:]))
     finally:

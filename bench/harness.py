@@ -60,7 +60,7 @@ def read_processor_name() -> str:
 
 
 def realrl(*arguments: object) -> None:
-    """Run the command. Its output is shown only if it fails."""
+    """Run `realrl ARGUMENTS`. The output is shown only if the command fails."""
     command = [sys.executable, "-m", "realrl", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -73,13 +73,13 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def read_steps(run_dir: Path) -> list[dict[str, Any]]:
-    """Read the training steps of a run that have ended."""
+    """Read the metrics of the finished training steps of a run."""
     file = run_dir / "metrics.jsonl"
     return [line for line in read_lines(file) if line["kind"] == "train"] if file.exists() else []
 
 
 def list_demo_overrides(demo: Path) -> list[str]:
-    """Settings for the recipe of the demo's PPO stage: files of a finished `make demo`, no evaluation."""
+    """List overrides of the demo's PPO recipe: the files of a finished `make demo`, and no evaluation."""
     demo = demo.resolve()
     return [
         "data.eval=null",

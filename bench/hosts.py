@@ -1,8 +1,8 @@
 """Run the demo's PPO stage on several hosts, and compare it with a run on one host.
 
-Hosts are network namespaces of this machine. Cases: two hosts; with latency; with a cut cable; with a lost
-host; and a Ray cluster of two local nodes. The table says whether metrics and final weights equal those of
-one host, and the seconds of a step.
+Hosts are network namespaces of this machine. The cases are two hosts, two hosts with latency, a cut cable, a lost
+host, and a Ray cluster of two local nodes. For each case, the output shows the seconds of a step, and whether
+metrics and final weights equal those of the run on one host.
 
     python bench/hosts.py --steps 4
 
@@ -100,7 +100,10 @@ def run_on_two_hosts(directory: Path, given: argparse.Namespace, *, delay: float
 
 
 def run_on_changing_hosts(directory: Path, given: argparse.Namespace) -> Path:
-    """Run with torchrun on two hosts, then on one of them, then on that one and a new one; return the directory."""
+    """Run with torchrun on two hosts, then on one of these, then on this host and a new one.
+
+    Returns the run's directory.
+    """
     arguments = list_arguments(directory, given, "cluster=auto")
     logs = [directory / f"host{host}.log" for host in range(3)]
     with Hosts(3) as hosts:
@@ -149,8 +152,8 @@ def await_end(processes: Sequence["subprocess.Popen[bytes]"], logs: Sequence[Pat
 def report(name: str, run: Path, expected: Path) -> None:
     """Print how a run compares with the expected one.
 
-    A run that resumed on other devices differs by rounding, and later samples other tokens. So only its first three
-    steps after the change are compared.
+    A run that resumed on other devices differs by rounding, and later samples other tokens. Its steps are therefore
+    compared only up to the third step after the change.
     """
     ours, theirs = read_steps(run), read_steps(expected)
     starts = read_lines(run / "history.jsonl")

@@ -2,9 +2,9 @@
 
     python bench/kill.py [--points 80] [--seed 1] [--out DIR]
 
-Each run is killed several times, once after every restart: one rank by SIGKILL, at an instruction of some
-kind or in a phase of writing a checkpoint. The run must end by itself, with exactly the bytes of the final
-models of an undisturbed run, and leave no process, temporary file, shared memory or half checkpoint behind.
+Each run is killed several times, once after every restart. SIGKILL hits one rank at an instruction, or in a phase
+of writing a checkpoint. The run must end by itself, with exactly the final models of an undisturbed run. It must
+leave no process, temporary file, shared memory or incomplete checkpoint behind.
 """
 
 import argparse
@@ -28,9 +28,9 @@ from realrl.testing.shrink import SHAPE, save_model
 
 STEPS = 4
 KILLS = 8
-"""Kills of a run, which equals its restarts."""
+"""Number of kills of a run, and of its restarts."""
 PATIENCE = 3600.0
-"""Seconds after which a run counts as hung, all its starts together."""
+"""Seconds after which a run, with all its restarts, counts as hung."""
 CASES = (
     ("ppo", 2, "symmetric"),
     ("grpo", 2, "interleave"),
@@ -39,9 +39,10 @@ CASES = (
     ("ppo", 3, "interleave"),
     ("grpo", 4, "symmetric"),
 )
-"""Algorithm, processes and plan."""
+"""Algorithm, number of processes and plan of each case."""
 PHASES = ("begin", "copied", "written", "commit", "committed", "prune", "pruned", "final", "saved")
-"""Phases of saving. Only rank 0 passes the phases from `commit` to `pruned`."""
+"""Points that a rank passes while it saves a checkpoint or the final models. Only rank 0 passes the points from
+`commit` to `pruned`."""
 OF_WRITER = ("commit", "committed", "prune", "pruned")
 
 HOOK = """
@@ -222,7 +223,7 @@ def _find_processes(marker: str) -> list[int]:
 
 
 def choose_points(case: Case, verbs: dict[int, Counter[str]], chance: random.Random) -> list[dict[str, Any]]:
-    """Choose where to kill each start of a run: a rank, a place, and how often the rank has passed it by then."""
+    """Choose where to kill each start of a run: a rank, an instruction or phase, and which of its occurrences."""
     points = []
     for _ in range(KILLS):
         rank = chance.randrange(case.size)

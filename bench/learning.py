@@ -3,8 +3,9 @@
 Algorithms that sample use the demo's reward model and prompts. DPO and KTO learn from 32 answers of the SFT
 model to each of these prompts, scored once by the same reward model (`realrl generate`). The best eighth is
 paired with the worst. Each trained model then answers the 320 held-out prompts four times at temperature 1.
-The table has the mean score of the demo's judge, which takes no part in training; its gain over the SFT
-model; the divergence from the SFT model per answer, estimated from the answers; and the seconds of training.
+The table has the mean score of the demo's judge, which training does not use, and the gain over the SFT model's
+score. It also has the divergence from the SFT model per answer, estimated from the answers, and the seconds of
+training.
 
     make demo      # its first two stages are enough
     python bench/learning.py [--cases rloo dpo ...] [--json FILE] [--runs DIR] [--cluster 1x2]
@@ -38,7 +39,7 @@ SCORED = 32
 """Scored answers per prompt. Of the finished answers, the best eighth is paired with the worst."""
 PAIRS, LABELS = "pairs.jsonl", "labels.jsonl"
 LEARNT = 0.25
-"""Gain of the judge that every algorithm should reach."""
+"""Gain in the judge's score that every algorithm should reach."""
 
 
 def sampled(algorithm: str, lr: float, *, steps: int, batch: int, **sections: Any) -> dict[str, Any]:
@@ -82,13 +83,13 @@ CASES: dict[str, dict[str, Any]] = {
     "ppo": sampled("ppo", 1e-4, steps=60, batch=128, ppo={"minibatches": 4, "kl": {"coef": 0.1}}),
     "grpo": sampled("grpo", 1e-4, steps=100, batch=16, policy={"minibatches": 4}),
     "dapo": sampled("dapo", 1e-4, steps=50, batch=16, policy={"minibatches": 4}),
-    # The rate is a hundred times the paper's, so ratios would leave its bounds with the first update.
+    # The learning rate is 100 times the paper's. Ratios would leave the paper's clip range after one update.
     "gspo": sampled(
         "gspo", 2e-4, steps=60, batch=16, policy={"minibatches": 2, "clip": 3e-3, "clip_high": 4e-3}
     ),
     "rloo": sampled("rloo", 2e-4, steps=100, batch=32, policy={"minibatches": 4}),
-    # One answer per prompt makes advantages noisy. So mini-batches are larger, and a KL term of the loss, which is
-    # stronger than the default penalty on rewards, binds the model to the reference.
+    # One answer per prompt makes advantages noisy. Mini-batches are therefore larger, and a KL term in the loss
+    # keeps the model close to the reference. This term is stronger than the default penalty on rewards.
     "reinforce_pp": sampled(
         "reinforce_pp", 2e-4, steps=80, batch=128, policy={"minibatches": 2, "kl": KL_LOSS}
     ),
@@ -100,7 +101,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Judgement:
-    """Judge of a model, by its answers to the held-out prompts."""
+    """Judge of models by their answers to the held-out prompts."""
 
     def __init__(self) -> None:
         sys.path.insert(0, "demo")
@@ -159,12 +160,12 @@ def score_answers(runs: Path, cluster: str) -> None:
     """Sample and score answers of the SFT model; write pairs and labelled answers made from them."""
     answers = runs / "answers.jsonl"
     of_sft = ["generate", SFT, "--data", DATA / "prompts_train.jsonl", "--n", SCORED]
-    lengths = ["--min-new-tokens", 4, "--max-new-tokens", 2 * NEW_TOKENS]  # records refuse empty answers
+    lengths = ["--min-new-tokens", 4, "--max-new-tokens", 2 * NEW_TOKENS]  # empty answers are refused
     realrl(*of_sft, *lengths, "--cluster", cluster, "--reward-model", REWARD, "--out", answers, "--overwrite")
     rows = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
     pairs, labels = [], []
     for first in range(0, len(rows), SCORED):
-        # Every record ends with the end of sequence, so a truncated answer would teach to end anywhere.
+        # Training ends every record with the end of sequence. Truncated answers would teach to end anywhere.
         finished = [row for row in rows[first : first + SCORED] if row["finished"]]
         ranked = sorted(finished, key=lambda row: -row["score"])
         for better, worse in zip(ranked[: len(ranked) // 8], reversed(ranked), strict=False):

@@ -2,18 +2,18 @@
 
 Each side is a process with the same number of threads. The two take turns, step by step, so that a noisy machine
 disturbs both alike. The table has medians over the turns: seconds of a step, tokens per second without padding,
-peak memory of the process beyond its imports, and the ratio of tokens per second. A second ratio is per
-second of processor time, which other programs disturb less.
+peak memory of the process beyond its imports, and the ratio of tokens per second. A second ratio uses seconds of
+processor time, which other programs disturb less.
 
-Weights are fresh and words are tokens. Lengths of answers and texts are log-normal with a cut, except in
+Weights are random, and every word is a token. Lengths of answers and texts are log-normal with a maximum, except in
 GRPO's fixed cases. GRPO has groups of 8, no reference and a Python function as reward. Both sides look up the
-end of each sample in one table; one line in the sampling of each side enforces it.
+length of each sample in the same table. One line in the sampling of each side enforces this length.
 
 TRL is set up for its own advantage: no activation checkpointing, no logging of text, SDPA attention, and the
 micro-batch that was fastest of 4 to 64 rows. Its documentation also recommends vLLM, FlashAttention and Liger
-kernels, which need a GPU. `packed` is TRL's packing of whole texts; without FlashAttention it masks the
-packed row. `wrapped` cuts texts and attends across them: it needs no mask but learns something else. realrl
-always packs, so its side of these three cases is the same.
+kernels, which need a GPU. In `packed` cases, TRL packs whole texts, and without FlashAttention it masks attention
+between them. In `wrapped` cases, TRL cuts texts and attends across them, so it needs no mask but optimises another
+loss. realrl always packs, so its side of `padded`, `packed` and `wrapped` cases is the same.
 
     python bench/peers.py [--cases NAME ...] [--rounds 7] [--threads 2] [--trl-batch N] [--json FILE]
 

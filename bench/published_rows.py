@@ -1,4 +1,4 @@
-"""Compare throughput that others have published with the planner's predictions. No constant is fitted to it.
+"""Compare published throughput with the planner's predictions. No constant is fitted to the published figures.
 
 `bench/reference/published_rows.json` has the rows: source, date, and all settings that a prediction takes.
 The cost model predicts each row with its default constants, under the row's own strategy, on the row's own
@@ -14,8 +14,8 @@ length unless the row says that their lengths vary around a published mean (`var
 grpo: generation, two inference calls (old and reference log-probabilities) and training, one after the other.
 
 If only the mean length of answers is published, the lengths follow an exponential distribution up to the
-limit. Attention of training is torch's FlashAttention 2 unless the row says 3. The host is assumed to be as
-fast as with this engine.
+limit. Attention of training is torch's FlashAttention 2 unless the row says 3. The host is assumed to need as much
+time as with this engine.
 
     python bench/published_rows.py [--json FILE]
 """
@@ -50,9 +50,9 @@ INFER = Call("actor.inference", "actor", Kind.INFERENCE, ("tokens",), work=("tok
 GENERATE = Call("actor.generate", "actor", Kind.GENERATE, ("prompts",), work=("prompts",))
 QUANTILES = 64
 FREE_SHARE = 0.95
-"""Part of the free memory for keys and values in TensorRT-LLM's rows."""
+"""Fraction of the free memory that holds keys and values in TensorRT-LLM's rows."""
 VLLM_SHARE = 0.6
-"""Part of the memory for vLLM in NeMo-RL's rows, parameters included (`gpu_memory_utilization`)."""
+"""Fraction of the memory that vLLM uses in NeMo-RL's rows, parameters included (`gpu_memory_utilization`)."""
 NO_LIMIT = 1 << 20
 """Stands for no limit on the length of answers."""
 
@@ -74,7 +74,7 @@ class Row:
 
     @property
     def spec(self) -> ClusterSpec:
-        """The cluster, with the row's own figures of its devices."""
+        """The cluster, with the figures that the row gives for its devices."""
         spec = ClusterSpec.parse(self.of["cluster"])
         group = spec.groups[0]
         device = replace(group.device, **self.of.get("device", {}))
@@ -92,7 +92,7 @@ class Row:
         return CostModel(self.spec, efficiency=Efficiency(flash2_slower=1.0) if flash3 else Efficiency())
 
     def place(self, tokens: int, *, recompute: bool = False, tp: int | None = None) -> Placement:
-        """Place the row's strategy on all devices. With `tp`, for generation: replicas of that degree."""
+        """Place the row's strategy on all devices. With `tp`, place replicas of this tensor-parallel degree."""
         r, size = self.of, self.spec.size
         strategy = Strategy(
             dp=r["dp"], tp=r["tp"], pp=r["pp"], micro_batch_tokens=tokens, recompute=recompute,
@@ -167,7 +167,7 @@ def predict_generation(row: Row) -> Prediction:
     each = kv_cache_bytes(sizes, tokens=1, layers=row.shape.layers, element_bytes=2)
     answers = sample_lengths(r["answer"], NO_LIMIT) if r.get("varied") else (r["answer"],)
     rows = int(FREE_SHARE * free / each / (r["prompt"] + r["answer"]))
-    # The planner admits rows by half of the longest answer.
+    # The planner admits rows as if each answer had half of the maximum length.
     tokens = rows * (r["prompt"] + max(answers) // 2 + 16)
     workload = Workload(r["sequences"], (r["prompt"],), answers, max(answers))
     terms = row.cost.call(GENERATE, model, row.place(tokens), workload).terms

@@ -7,9 +7,9 @@ alone, and the measurement come from the run's `costs.json`. Figures:
 - errors of step seconds and of peak memory (predicted / measured - 1);
 - rank correlation of step seconds, over all runs and within each size;
 - share of runs whose step lies in the predicted 90 % interval;
-- how much slower the searched plan is than the fastest plan of its size. For this figure the searched plan and the
-  two fastest others run again in turns, since the fastest of many runs is also the least disturbed one;
-- how much slower the best of the three plans is that `realrl plan --try 3` would run.
+- how much slower the searched plan is than the fastest plan of its size. For this figure, the searched plan and the
+  two fastest other plans run again in turns, because the fastest of many runs is also the least disturbed run;
+- how much slower than the fastest plan the best of the three plans is that `realrl plan --try 3` would run.
 
 A round of PPO takes about 35 minutes and profiles the machine again. Figures are medians over rounds. GRPO, ReMax
 and DPO have fewer plans. All answers have one length, so that all runs do the same work. `--keep` keeps the
@@ -63,19 +63,19 @@ SIZES: dict[str, dict[str, Any]] = {
         "mixture": {"experts": 16, "per_token": 4},
     },
 }
-"""Actor and reference. Critic and reward model have half the layers. `windows` is a small Gemma 2, where half of
-the layers see an eighth of the longest sequence. `experts` is a small Qwen3-MoE."""
+"""Shapes of the actor and the reference. Critic and reward model have half the layers. `windows` is a small Gemma 2
+in which half of the layers see an eighth of the longest sequence. `experts` is a small Qwen3-MoE."""
 USUAL_LENGTHS = 24, 40
 """Tokens of prompts and of answers."""
 LENGTHS = {"windows": (32, 224)}
-"""The same for sizes that differ."""
+"""Tokens of prompts and of answers, for the sizes that do not have `USUAL_LENGTHS`."""
 SEARCHED = "searched"
 FINALISTS = 2
-"""Number of plans that run again beside the searched plan."""
+"""Number of plans that run again in addition to the searched plan."""
 TRIED = 3
-"""Plans that `--try` would measure."""
+"""Number of plans that `--try` would measure."""
 FINAL = "final "
-"""Prefix of the turns of the finalists."""
+"""Prefix of the names of turns in which the finalists run again."""
 
 
 def place(mesh: str, dp: int = 1, tp: int = 1, pp: int = 1, **options: Any) -> Placement:
@@ -91,7 +91,7 @@ def plan(
     offload_optimizer: str = "",
     **calls: Placement,
 ) -> Plan:
-    """Make a plan with every call as `default`, except `calls`, where `__` stands for the dot of a call's name."""
+    """Make a plan that places every call as `default`, except `calls`. `__` stands for the dot in a call's name."""
     chosen = {name.replace("__", "."): placement for name, placement in calls.items()}
     placements = {call.name: default for call in graph.calls} | chosen
     return Plan(CLUSTER, placements, tuple(offload.split()), tuple(offload_optimizer.split()))
@@ -144,7 +144,7 @@ def make_plans(algorithm: str, graph: DataflowGraph) -> Mapping[str, Plan]:
 
 @dataclass(frozen=True)
 class Row:
-    """One run."""
+    """Measured and predicted figures of a run."""
 
     case: str
     """Size of the models, preceded by the algorithm unless it is PPO."""
@@ -185,7 +185,7 @@ class Row:
 
 
 class World:
-    """Files that all runs share, and the runs."""
+    """Directory with the files that all runs share, and with the figures of the runs."""
 
     def __init__(self, root: Path, steps: int) -> None:
         self.root, self.steps = root, steps
@@ -259,7 +259,7 @@ class World:
         return path
 
     def search(self, case: str, profile: Path) -> Plan:
-        """Search a plan."""
+        """Return the plan that `realrl plan` finds for a case. An earlier result in the directory is reused."""
         path = self.root / f"{name_files(case)}-plan.yaml"
         if not path.exists():
             realrl(
@@ -268,7 +268,7 @@ class World:
         return Plan.load(path, self.graph(case))
 
     def run(self, case: str, name: str, turn: str, chosen: Plan, profile: Path) -> Row:
-        """Train a few steps under a plan, unless that has been done."""
+        """Train a few steps under a plan, unless the directory already has the figures of this run."""
         row = next((r for r in self.rows(case) if (r.plan, r.turn) == (name, turn)), None)
         if row is None:
             row = self._run(case, name, turn, chosen, profile)
@@ -314,10 +314,11 @@ def name_files(case: str) -> str:
 def rounds_of(
     world: World, case: str, rounds: int, turns: int, only: Sequence[str] | None
 ) -> tuple[list[Row], float, float]:
-    """Run all plans of a case. Returns a row per plan, and step seconds relative to the fastest plan's: of the
-    searched plan, and of the best of three tried plans.
+    """Run all plans of a case.
 
-    Earlier runs count, even if there are more of them than asked for. `only` names the other plans to run.
+    Returns a row per plan, and two ratios of step seconds: the searched plan over the fastest plan, and the best of
+    three tried plans over the fastest plan. Earlier runs count, even if there are more than `rounds` or `turns`.
+    `only` names the plans to run in addition to the searched plan.
     """
     found: list[Row] = []
     profile = world.profile(case, "0")
@@ -399,7 +400,7 @@ def summary(
 
 
 def correlation(found: list[Row]) -> float:
-    """Spearman's rank correlation of predicted and measured seconds."""
+    """Compute Spearman's rank correlation of predicted and measured seconds."""
     return float(spearmanr([row.measured for row in found], [row.predicted for row in found]).statistic)
 
 

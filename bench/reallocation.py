@@ -1,12 +1,12 @@
-"""Time reallocations between local processes, beside other ways to the same parameters.
+"""Measure reallocations between local processes, and other ways to move the same parameters.
 
-For pairs of layouts and sizes of models, medians over rounds. All ways take turns in a round:
+The table has medians over rounds for pairs of layouts and sizes of models. In a round, all ways take turns:
 
-- ours: `Reallocator.run` between existing float32 buffers, compiled before;
+- ours: `Reallocator.run` between existing float32 buffers, compiled in advance;
 - p2p: the same bytes between the same ranks, one plain message for each pair, all at once. Bytes that stay on
   a rank are not copied;
-- gather: what frameworks do that hand whole tensors to the other side. For each tensor, all-gather over the
-  tensor ranks, broadcast to the ranks that lack it, and cut out the part that a rank needs;
+- gather: the way of frameworks that pass whole tensors to the other side. For each tensor, all-gather over the
+  tensor-parallel ranks, broadcast to the ranks that lack the tensor, and cut out the part that a rank needs;
 - dtensor: `redistribute` of every tensor, if the target is whole tensors on the same ranks.
 
     python bench/reallocation.py [--processes 2 4 8] [--rounds N] [--json FILE]
@@ -45,7 +45,7 @@ from realrl.runtime.processes.process import Process, wait_to_be_scheduled
 from realrl.runtime.worker.reallocation import Reallocator
 
 LARGE = 16 << 20
-"""Bytes per receiver from which a pair counts in the summary."""
+"""A pair of layouts counts in the summary if it sends at least this many bytes per receiver."""
 CPU = torch.device("cpu")
 
 
@@ -72,13 +72,14 @@ SAME: dict[int, list[tuple[Strategy, Strategy]]] = {
         (Strategy(dp=2, tp=2, pp=2), Strategy(dp=8)),
     ],
 }
-"""Strategies of source and target, both on all processes."""
+"""Pairs of strategies of source and target, both on all processes, by number of processes."""
 APART: dict[int, list[tuple[Strategy, Strategy]]] = {
     2: [(Strategy(), Strategy())],
     4: [(Strategy(tp=2), Strategy(dp=2)), (Strategy(dp=2), Strategy(tp=2))],
     8: [(Strategy(pp=4), Strategy(tp=4)), (Strategy(tp=4), Strategy(dp=2, tp=2))],
 }
-"""Strategies of a source on the first half of the processes and a target on the second half."""
+"""Pairs of strategies of a source on the first half of the processes and a target on the second half, by number of
+processes."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Case:
 
     @property
     def reallocation(self) -> Reallocation:
-        """Its schedule."""
+        """The schedule of the reallocation."""
         source, target = (build_layout(SIZES[self.size], "lm", place) for place in (self.source, self.target))
         return reallocate(source, target, Cluster(1, self.processes))
 
@@ -116,7 +117,7 @@ def cases(processes: list[int]) -> list[Case]:
 
 
 def whole(held: Layout) -> dict[str, Tensor]:
-    """Make all tensors, each filled with its own number."""
+    """Make all tensors. Each one is filled with its index."""
     return {s.name: torch.full(s.shape, float(i)) for i, s in enumerate(held.specs)}
 
 
@@ -135,7 +136,7 @@ Way = Callable[[], None]
 
 
 def point_to_point(plan: Reallocation, rank: int) -> Way:
-    """Plain messages of the same bytes between the same ranks."""
+    """Prepare plain messages of the same bytes between the same ranks."""
     amounts: defaultdict[tuple[int, int], int] = defaultdict(int)
     for transfer in plan.transfers:
         if rank in (transfer.sender, transfer.receiver):
@@ -165,7 +166,7 @@ class Gather:
 
     @staticmethod
     def rank_sets(plan: Reallocation) -> set[tuple[int, ...]]:
-        """List the rank groups that it needs."""
+        """List the groups of ranks that need a process group."""
         p, s = plan.source.placement, plan.source.placement.strategy
         sets = {
             tuple(p.rank(dp=d, tp=t, pp=i) for t in range(s.tp)) for d in range(s.dp) for i in range(s.pp)
@@ -215,14 +216,14 @@ class Gather:
     def tell(
         self, full: Tensor | None, shape: tuple[int, ...], sender: int, ranks: tuple[int, ...]
     ) -> Tensor:
-        """Broadcast."""
+        """Broadcast a whole tensor from `sender` to `ranks`."""
         full = torch.empty(shape) if full is None else full
         dist.broadcast(full, sender, group=self.groups[ranks])
         return full
 
 
 def device_mesh(case: Case) -> DeviceMesh | None:
-    """Make the mesh of DTensor's way; None if the way does not apply. All processes call this together."""
+    """Make the device mesh for DTensor; None if `redistribute` does not apply. All processes call this together."""
     before, after = case.source, case.target
     if before.mesh != after.mesh or before.strategy.pp > 1 or after.strategy.dp != after.mesh.size:
         return None
@@ -230,7 +231,7 @@ def device_mesh(case: Case) -> DeviceMesh | None:
 
 
 def redistributions(plan: Reallocation, rank: int, source: FlatBuffer | None, mesh: DeviceMesh) -> Way:
-    """Make DTensor's way."""
+    """Prepare `redistribute` of every tensor."""
     assert source is not None, "the target's ranks are the source's"
     tensors = []
     for spec, local in zip(plan.source.specs, plan.source.tensors(rank), strict=True):
@@ -283,7 +284,7 @@ def measure(case: Case, process: Process, groups: Groups, mesh: DeviceMesh | Non
 
 
 def summarise(case: Case, plan: Reallocation, seconds: dict[str, list[float]]) -> Row:
-    """Median seconds of every way, and medians of ratios to ours within a round."""
+    """Compute the median seconds of every way, and medians over rounds of the ratios to ours."""
 
     def ratio(a: str, b: str) -> float | None:
         if a not in seconds or b not in seconds:

@@ -6,13 +6,13 @@ published ones. For each pair, the time of our schedule's most loaded port is di
 linear program.
 
 The program covers every schedule that sends ranks only what they need, in any number of hops, with relays in
-other nodes and repeated entries into a node. It works on sets of regions with the same holders H and the same
-needers N, of B elements each, found here from the two layouts alone. Variables: what a rank of H or N sends
-inside its node and to other nodes, and what enters a node. Constraints:
+other nodes and repeated entries into a node. It works on sets of regions that have the same holders H and the same
+needers N; a set has B elements. The bench finds the sets from the two layouts alone. Variables: what a rank of H or
+N sends inside its node and to other nodes, and what enters a node. Constraints:
 
 - all copies are sent: inside + entering >= |needers in the node| B;
 - at least B enters a node without holders, and holders send at least B of the copies into such nodes;
-- in a node with holders, these and the network bring in at least B;
+- in a node with holders, the holders and the network together bring in at least B;
 - whatever enters a node was sent by others, and holders send at least B in all.
 
 The loads of the devices' in-ports are fixed. The busiest in-port is a lower bound by itself; the program is
@@ -111,7 +111,7 @@ def random_pair(rng: random.Random) -> Pair:
 
 
 def classes(pair: Pair) -> dict[Class, int]:
-    """Count the elements of the model by (holders, needers), if there are needers."""
+    """Count the elements that some rank needs and does not hold, by (holders, needers)."""
     tensors: defaultdict[str, tuple[list[tuple[Region, int]], list[tuple[Region, int]]]]
     tensors = defaultdict(lambda: ([], []))
     for side, held in enumerate((pair.source, pair.target)):
@@ -129,7 +129,7 @@ def classes(pair: Pair) -> dict[Class, int]:
 
 
 def cut_tensor(before: Iterable[tuple], after: Iterable[tuple]) -> Counter[Class]:
-    """Count the elements of one tensor likewise, on a grid whose cells list the ranks that hold them."""
+    """Count the elements of one tensor by (holders, needers), on a grid. Elements of a cell have the same ranks."""
     before, after = list(before), list(after)
     dims = range(len(before[0][0]))
     edges = [sorted({e for o, s, _ in before + after for e in (o[d], o[d] + s[d])}) for d in dims]

@@ -6,7 +6,7 @@ table shows the load of the machine, because other programs slow the search down
 
     OMP_NUM_THREADS=1 python bench/search.py [--json FILE] [--seed N] [--busy N] [--few]
 
-`--busy N` runs N endless loops beside the search. `plan`, a digest of the plan found, must not change. `--few`
+`--busy N` runs N endless loops during the search. `plan`, a digest of the plan found, must not change. `--few`
 leaves out the clusters of 1,024 and more GPUs.
 """
 
@@ -78,7 +78,7 @@ class Row:
     search_seconds: float
     step_seconds: float
     heuristic_seconds: float
-    """Step of the preset `heuristic`; infinite if that does not fit."""
+    """Seconds of a step of the preset `heuristic`; infinite if this preset does not fit."""
     lower_bound_seconds: float
     gap: float
     evaluations: int

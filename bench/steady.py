@@ -130,7 +130,7 @@ def _start(
 
 
 def _summarise(rows: list[tuple[float, int, int]]) -> dict[str, Any]:
-    """Summarise memory in MiB: after some steps, its growth from step 20 to the end, and its peaks."""
+    """Summarise the memory of a process: MiB after some steps, relative growth after step 20, and peaks."""
     resident = [row[1] / MIB for row in rows]
     early, late = median(resident[WARM : WARM + WINDOW]), median(resident[-WINDOW:])
     marks = sorted({1, 3, 10, WARM, 50, 100, 200, len(rows)} & set(range(1, len(rows) + 1)))

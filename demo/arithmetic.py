@@ -1,9 +1,9 @@
 """Make the arithmetic demo's records: python demo/arithmetic.py [--out data/demo_grpo]
 
-Sums of two numbers below 100. A quarter of the answers to imitate work the sum out digit by digit, as in
-"5+7=12, 2+3+1=6, so 62"; the others are guesses nearby. A model that imitates them is right in a quarter of all
-cases at best. That it pays to work sums out, and to do so with care, it has to find out from a verifier, which
-looks at the last number of an answer and nothing else.
+The problems are sums of two numbers below 100. A quarter of the answers to imitate work the sum out digit by digit,
+as in "5+7=12, 2+3+1=6, so 62". The other answers are guesses nearby. A model that imitates these answers is right
+in a quarter of all cases at best. It must learn from a verifier to work sums out carefully. The verifier looks only
+at the last number of an answer.
 """
 
 import argparse
@@ -15,13 +15,13 @@ from typing import Any
 
 SEED = 1
 HELD_OUT = 300
-"""Problems that no record to learn from has."""
+"""Number of problems that are held out for evaluation."""
 ANSWERS = 8000
-"""Answers to imitate; problems recur."""
+"""Number of answers to imitate. Some problems occur twice."""
 WORKED_OUT = 0.25
-"""Share of them that show their work."""
+"""Share of the answers to imitate that show their work."""
 MISSED_BY = 9
-"""Largest error of the others."""
+"""Largest error of the answers that are guesses."""
 
 
 def main() -> None:
@@ -64,7 +64,7 @@ def work_out(a: int, b: int) -> str:
 
 
 def guess(a: int, b: int, draw: random.Random) -> str:
-    """Miss a sum by up to `MISSED_BY`."""
+    """Write a wrong sum that is off by up to `MISSED_BY`."""
     return f"{a + b + draw.choice([-1, 1]) * draw.randint(1, MISSED_BY)}"
 
 

@@ -4,6 +4,6 @@ from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
 
 def vader(texts: list[str]) -> list[float]:
-    """VADER's compound score of each text, from -1 (negative) to 1 (positive) (Hutto and Gilbert 2014)."""
+    """Compute VADER's compound score of each text, from -1 (negative) to 1 (positive) (Hutto and Gilbert 2014)."""
     analyzer = SentimentIntensityAnalyzer()
     return [analyzer.polarity_scores(text)["compound"] for text in texts]

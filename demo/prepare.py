@@ -1,8 +1,8 @@
 """Fetch the demo's data and write it as records: python demo/prepare.py [--out data/demo]
 
-The data are 10,605 sentences of movie reviews (Pang and Lee 2004), each rated by about 20 people from -4 to 4
-(Hutto and Gilbert 2014); two occur twice and are used once. They come
-inside the source distribution of vaderSentiment (MIT licence).
+The data are 10,605 sentences of movie reviews (Pang and Lee 2004). About 20 people rated each sentence from -4 to 4
+(Hutto and Gilbert 2014). Two sentences occur twice and are used once. The source distribution of vaderSentiment
+(MIT licence) contains the data.
 """
 
 import argparse
@@ -25,14 +25,14 @@ RATINGS = "hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt"
 
 SEED = 1
 HELD_OUT = 1600
-"""Sentences never trained on: enough for 1,000 pairs, and for prompts to train and to evaluate on."""
+"""Number of sentences without use in SFT and reward training. They are enough for 1,000 pairs and all prompts."""
 EVAL_PROMPTS = 320
 PAIRS_PER_SENTENCE = 4
 EVAL_PAIRS_PER_SENTENCE = 2
 MIN_DIFFERENCE = 1.0
-"""Ratings closer than this are within the disagreement of 20 people."""
+"""Minimum difference of the ratings in a pair. 20 people disagree about smaller differences."""
 PROMPT_WORDS = (3, 5)
-"""Fewest and most words of a prompt: enough to set a subject, seldom enough to give the judgement away."""
+"""Minimum and maximum words of a prompt. They are enough to set a subject, and seldom reveal the judgement."""
 
 
 class Sentence(NamedTuple):
@@ -43,7 +43,7 @@ class Sentence(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Equal for sentences that differ in case, punctuation or spacing only."""
+        """Normalised text, equal for sentences that differ only in case, punctuation or spacing."""
         return " ".join("".join(c if c.isalnum() else " " for c in self.text.casefold()).split())
 
 
@@ -60,13 +60,13 @@ def main() -> None:
 
 
 def fetch(cache: Path) -> Path:
-    """The source distribution, cached or from PyPI; exits with a sentence where its checksum is wrong."""
+    """Return the source distribution from the cache or from PyPI. Exits with a message if its checksum is wrong."""
     file = cache / f"{PACKAGE}-{VERSION}.tar.gz"
     if not (file.is_file() and _checksum(file) == SHA256):
         cache.mkdir(parents=True, exist_ok=True)
         file.unlink(missing_ok=True)
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-        # Not `--no-binary :all:`, with which pip also builds the build tools themselves from source.
+        # With `--no-binary :all:`, pip would also build the build tools from source.
         command += ["--no-deps", "--no-binary", PACKAGE, "--dest", str(cache), f"{PACKAGE}=={VERSION}"]
         if subprocess.run(command).returncode or not file.is_file():
             sys.exit(f"pip could not download {PACKAGE} {VERSION}; check the network and pip's package index")
@@ -83,7 +83,7 @@ def _checksum(file: Path) -> str:
 
 
 def ratings_text(sdist: Path) -> str:
-    """The file of ratings inside the archive inside the source distribution. Nothing is unpacked to disk."""
+    """Read the file of ratings from an archive in the source distribution. Nothing is unpacked to disk."""
     inner = _member(sdist.read_bytes(), INNER)
     return _member(inner, RATINGS).decode("utf-8")
 
@@ -96,7 +96,7 @@ def _member(packed: bytes, name: str) -> bytes:
 
 
 def parse(text: str) -> list[Sentence]:
-    """Sentences of tab-separated lines (id, rating, text), cleaned, each once."""
+    """Parse tab-separated lines (id, rating, text) into clean sentences without duplicates."""
     sentences: dict[str, Sentence] = {}
     for line in text.splitlines():
         _, rating, words = line.split("\t")
@@ -107,13 +107,16 @@ def parse(text: str) -> list[Sentence]:
 
 
 def _clean(text: str) -> str:
-    """Undo what the collection did to quotation marks and ampersands; single spaces between words."""
+    """Restore quotation marks and ampersands that the collection has changed, and put one space between words."""
     return " ".join(html.unescape(text).replace("''", '"').split())
 
 
 def make_records(sentences: Iterable[Sentence], held_out: int = HELD_OUT) -> dict[str, list[dict[str, str]]]:
-    """The records of each file. Training files are made of other sentences than the held-out ones, of which
-    the evaluation files and all prompts are made; prompts to train and to evaluate on differ too."""
+    """Make the records of each file.
+
+    SFT and the reward model train on sentences that are not held out. Their evaluation files and all prompts are
+    made of held-out sentences. Prompts for training differ from prompts for evaluation.
+    """
     rng = random.Random(SEED)
     shuffled = sorted(sentences, key=lambda s: s.key)
     rng.shuffle(shuffled)
@@ -130,11 +133,11 @@ def make_records(sentences: Iterable[Sentence], held_out: int = HELD_OUT) -> dic
 
 
 def _pairs(sentences: list[Sentence], per_sentence: int, rng: random.Random) -> list[dict[str, str]]:
-    """Pairs of sentences rated clearly apart; a sentence takes part in at most `per_sentence` of them."""
+    """Pair sentences whose ratings differ clearly. A sentence is in at most `per_sentence` pairs."""
     pairs = []
     for _ in range(per_sentence):
         waiting = list(sentences)
-        for _ in range(5):  # each pass finds partners for most of those who have none yet
+        for _ in range(5):  # each pass finds partners for most sentences that still have none
             rng.shuffle(waiting)
             left = waiting[len(waiting) // 2 * 2 :]
             for a, b in zip(waiting[::2], waiting[1::2], strict=False):
@@ -148,7 +151,7 @@ def _pairs(sentences: list[Sentence], per_sentence: int, rng: random.Random) -> 
 
 
 def _prompts(sentences: list[Sentence], known: set[str], rng: random.Random) -> list[str]:
-    """The first words of each sentence that has more of them, no prompt twice and none a `known` text."""
+    """Take the first words of each longer sentence. No prompt occurs twice or equals a `known` text."""
     prompts: dict[str, None] = {}
     for sentence in sentences:
         words = sentence.text.split()

@@ -85,7 +85,7 @@ class OnlineDPOExperiment(Experiment):
 
 
 # The calls of a step, and the keys (named data) that flow between them. Both answers to a prompt are keys of the
-# same item, so every rank that has one of them has the other too. Keys of the second answer have the prefix OTHER.
+# same item, so a rank has both answers or none. Keys of the second answer have the prefix OTHER.
 
 OTHER = "other_"
 SIDES = ("", OTHER)

@@ -12,7 +12,7 @@ def count_common(text: str, word: str) -> int:
 def names_one(completions: Sequence[str], accepted: Sequence[Sequence[str]]) -> list[float]:
     """Score each answer: 1 if its first word is accepted, otherwise less.
 
-    A first word that only begins like an accepted word scores half the share of letters that it has.
+    If a first word only begins like an accepted word, it scores half the share of letters that match.
 
     `accepted` is a field of the records. For each completion, it lists the accepted answers to the prompt.
     """

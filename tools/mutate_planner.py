@@ -1,4 +1,4 @@
-"""Checks that tests notice wrong formulas in the planner: breaks one at a time, and lists what no test notices.
+"""Break formulas of the planner, one at a time, and list the changes that no test notices.
 
     python tools/mutate_planner.py
     python tools/mutate_planner.py --mutants 60 --seed 4 --under cost memory
@@ -6,8 +6,8 @@
 
 A mutant is the planner with one change: `*` for `/`, `+` for `-`, `min` for `max`, a term or a factor left out, a
 constant doubled, zeroed or off by one, a ceiling turned into a floor, one branch of a condition for both, a
-result replaced by 0. Mutants are drawn by a seed, evenly over the sources as they are. Each is tried on a copy of
-`src` with the planner's tests, the fastest files first, until one fails. Exit status 1 if any mutant is alive.
+result replaced by 0. A seed draws mutants evenly from all formulas. Each mutant is tried on a copy of `src` with
+the planner's tests, the fastest files first, until a test fails. The exit status is 1 if a mutant survives.
 """
 
 import argparse
@@ -34,11 +34,11 @@ SOURCES = "src/realrl/planner"
 FOLDERS = ("arrays", "cluster", "cost", "evaluate", "memory", "moves", "operators", "workload")
 TESTS = "tests/planner"
 SHORTEST_ROUND_S = 5.0
-"""Seconds of the first test files that a mutant is tried with."""
+"""Seconds of the first round of test files that a mutant is tried with."""
 STRANGE = 16 << 30
-"""Bytes of address space that no test needs: a mutant that takes more fails."""
+"""Limit of address space in bytes, which no test reaches. A mutant that exceeds the limit fails."""
 LONGEST_S = 1200
-"""Seconds after which a mutant's tests count as failed: some mutants never end."""
+"""Seconds after which a mutant's tests count as failed, because some mutants never end."""
 
 UNTESTED: dict[tuple[str, str], str] = {
     ("evaluate/timeline.py", "_AT_ONCE"): "size of blocks, which results do not depend on",
@@ -46,7 +46,7 @@ UNTESTED: dict[tuple[str, str], str] = {
     ("moves/links.py", "_AT_ONCE"): "size of blocks, which results do not depend on",
     ("moves/links.py", "_parts"): "size of blocks, which results do not depend on",
 }
-"""(file, name of a function or constant) that is not mutated, and why no test can notice."""
+"""Functions and constants that are not mutated, by (file, name), and why no test can notice a change."""
 
 SWAPS: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub,
@@ -59,9 +59,9 @@ SWAPS: dict[type[ast.operator], type[ast.operator]] = {
 }
 EXTREMES = {"max": "min", "min": "max", "maximum": "minimum", "minimum": "maximum"}
 MOST_COUNTED = 16
-"""Largest whole number that may count something, and be off by one."""
+"""Largest integer that may be a count, and is therefore also changed by one."""
 NUMBERS = ("int", "float", "Real", "Ints", "Floats")
-"""Types of results that may be 0 instead."""
+"""Return types of functions whose result a mutant replaces by 0."""
 NO_NUMBERS = (ast.List, ast.Tuple, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.JoinedStr)
 NO_FORMULAS = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)
 
@@ -109,19 +109,19 @@ def _list_in_file(file: Path) -> Iterator[Mutant]:
         )
         for changed in _change(node):
             mutant = Mutant(name, node.lineno, begin, end, text[begin:end], changed)
-            # Two changes of a constant may be one: twice 1 is 1 + 1.
+            # Two changes of a constant may give the same number: 2 * 1 is 1 + 1.
             if (begin, end, changed) not in seen and mutant.before != changed:
                 seen.add((begin, end, changed))
                 yield mutant
 
 
 def _count_characters(text: str, start: int, column: int) -> int:
-    """Count the characters of a line that its first `column` bytes are."""
+    """Count the characters in the first `column` bytes of the line that begins at `start`."""
     return len(text[start : start + column].encode()[:column].decode())
 
 
 def _walk_formulas(node: ast.AST, name: str, *, inside: str = "") -> Iterator[ast.expr | ast.Return]:
-    """Walk through expressions that results depend on: not messages, types, decorators or texts."""
+    """Walk through the expressions that results depend on, without messages, types, decorators and texts."""
     if isinstance(node, NO_FORMULAS):
         return
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -150,7 +150,7 @@ def _walk_formulas(node: ast.AST, name: str, *, inside: str = "") -> Iterator[as
 
 
 def _change(node: ast.expr | ast.Return) -> Iterator[str]:
-    """List what an expression becomes, as source texts."""
+    """List the source texts that replace an expression."""
     match node:
         case ast.Return():
             yield "return 0"
@@ -180,7 +180,7 @@ def _change(node: ast.expr | ast.Return) -> Iterator[str]:
 
 
 def _is_no_number(*operands: ast.expr) -> bool:
-    """Tell whether operands are evidently texts or collections."""
+    """Return whether an operand is evidently a text or a collection."""
     return any(
         isinstance(one, NO_NUMBERS) or (isinstance(one, ast.Constant) and isinstance(one.value, str))
         for one in operands
@@ -188,27 +188,26 @@ def _is_no_number(*operands: ast.expr) -> bool:
 
 
 def draw(mutants: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
-    """Draw mutants by a seed, one of each of `count` equal parts of the list."""
+    """Draw mutants by a seed, one from each of `count` equal parts of the list."""
     generator = random.Random(seed)
     bounds = [i * len(mutants) // count for i in range(count + 1)]
     return [generator.choice(mutants[a:b]) for a, b in pairwise(bounds) if a < b]
 
 
 class Copies:
-    """Copies of the sources, in which as many mutants are tried at a time."""
+    """Copies of the sources. Each copy tries one mutant at a time."""
 
     def __init__(self, directory: Path, number: int) -> None:
         self._free: SimpleQueue[Path] = SimpleQueue()
         for i in range(number):
             copy = directory / str(i)
             shutil.copytree(ROOT / "src", copy, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-            compileall.compile_dir(
-                copy, quiet=2
-            )  # once, not in every run; a mutant's file is newer, and read anew
+            # Compile once, not in every run. Python compiles a mutant's file again, because it is newer.
+            compileall.compile_dir(copy, quiet=2)
             self._free.put(copy)
 
     def time_files(self, files: Sequence[str]) -> dict[str, float]:
-        """Run tests of the sources as they are: seconds by file. SystemExit if one fails."""
+        """Run tests of the unchanged sources, and return the seconds by file. Exits if a test fails."""
         copy = self._free.get()
         report = copy / "report.xml"
         failed = _run_tests(copy, files, f"--junitxml={report}")
@@ -221,7 +220,7 @@ class Copies:
         return seconds
 
     def kills(self, mutant: Mutant, rounds: Sequence[Sequence[str]]) -> bool:
-        """Tell whether a test notices a mutant."""
+        """Return whether a test notices a mutant."""
         copy = self._free.get()
         file = copy / Path(SOURCES).relative_to("src") / mutant.file
         text = file.read_text(encoding="utf-8")
@@ -234,7 +233,7 @@ class Copies:
 
 
 def _run_tests(copy: Path, files: Sequence[str], *options: str) -> bool:
-    """Run tests on a copy of the sources until one fails; tell whether one has."""
+    """Run tests on a copy of the sources until a test fails. Returns whether a test has failed."""
     environment = os.environ | {
         "PYTHONPATH": str(copy),
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -255,7 +254,7 @@ def _run_tests(copy: Path, files: Sequence[str], *options: str) -> bool:
 
 
 def order_rounds(seconds: Mapping[str, float]) -> list[list[str]]:
-    """Order test files so that fast ones come first, in rounds each of which takes several times as long."""
+    """Divide test files into rounds, fast files first. Each round takes several times as long as the one before."""
     rounds: list[list[str]] = [[]]
     spent, limit = 0.0, SHORTEST_ROUND_S
     for file in sorted(seconds, key=lambda file: seconds[file]):

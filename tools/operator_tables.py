@@ -1,10 +1,10 @@
-"""Makes `src/realrl/planner/operators/measured/*.json` from NVIDIA's published measurements of operators.
+"""Make `src/realrl/planner/operators/measured/*.json` from NVIDIA's published measurements of operators.
 
     pip install aiconfigurator-core==0.12.0
     python tools/operator_tables.py
 
-Every tenth row of each table, chosen by a hash of its sizes, is held out: the script prints how far the tables are
-off on these rows, and writes some of them to `bench/reference/operators.json`, for tests.
+A tenth of the rows of each table, chosen by a hash of their sizes, is held out. The script prints the errors of the
+tables on these rows, and writes some of the rows to `bench/reference/operators.json`, for tests.
 It needs numpy and pyarrow, which the project requires anyway.
 """
 
@@ -51,9 +51,9 @@ FOLDERS = {
 """Folders of the package with the measurements of a device kind."""
 ATTENTION = {"prefill": "context", "decode": "generation"}
 HELD_OUT = 10
-"""One row in so many is held out."""
+"""One in this many rows is held out."""
 SAMPLED = 150
-"""Rows of each table in the sample, at most."""
+"""Number of held-out rows of each table in the sample, approximately."""
 
 Sizes = tuple[float, ...]
 Floats = NDArray[np.float64]
@@ -61,7 +61,7 @@ Floats = NDArray[np.float64]
 
 @dataclass
 class Rows:
-    """Measured seconds of an operator by its arguments, several where several frameworks measured the same."""
+    """Measured seconds of an operator, by arguments. Several frameworks may have measured the same arguments."""
 
     seconds: dict[Sizes, list[float]] = field(default_factory=lambda: defaultdict(list))
     sources: set[str] = field(default_factory=set)
@@ -72,7 +72,7 @@ class Rows:
         self.sources.add(row["source"])
 
     def medians(self) -> dict[Sizes, float]:
-        """Return the median of what was measured of each."""
+        """Return the median seconds for each set of arguments."""
         return {sizes: float(np.median(found)) for sizes, found in self.seconds.items()}
 
 
@@ -87,7 +87,7 @@ def read(folder: Path, pattern: str) -> Iterator[dict[str, Any]]:
 
 
 def read_products(folder: Path) -> Rows:
-    """Read products, of all frameworks: all call the same function of torch, so that the median sheds noise."""
+    """Read the products of all frameworks. All call the same function of torch, so the median has less noise."""
     rows = Rows()
     for row in read(folder, "gemm/*/*/gemm_perf.parquet"):
         if row["gemm_dtype"] == "bfloat16":
@@ -96,7 +96,7 @@ def read_products(folder: Path) -> Rows:
 
 
 def read_attention(folder: Path, kind: str) -> Rows:
-    """Read attention of vLLM; other head dimensions than these have kernels of their own."""
+    """Read the attention of vLLM for heads of 64, 128 and 256 dimensions. Other heads have different kernels."""
     rows = Rows()
     for row in read(folder, f"attention/vllm/*/{kind}_attention_perf.parquet"):
         if row["attn_dtype"] == row["kv_cache_dtype"] == "bfloat16" and row["head_dim"] in (64, 128, 256):
@@ -108,7 +108,7 @@ def read_attention(folder: Path, kind: str) -> Rows:
 
 
 def read_collectives(folder: Path, kind: str) -> Rows:
-    """Read collectives of NCCL; their sizes are in elements of two bytes."""
+    """Read the collectives of NCCL, whose sizes are in elements of two bytes."""
     rows = Rows()
     for row in read(folder, "comm/nccl/*/nccl_perf.parquet"):
         if row["nccl_dtype"] == "half" and row["op_name"] == kind:
@@ -117,7 +117,7 @@ def read_collectives(folder: Path, kind: str) -> Rows:
 
 
 def place(device: DeviceKind, table: str, sizes: Sizes) -> TablePoint:
-    """Place a row in its table."""
+    """Find the place of a row in its table, and the bound on its seconds."""
     if table == "product":
         return place_product(device, *sizes)
     if table in ATTENTION:
@@ -131,21 +131,21 @@ def place(device: DeviceKind, table: str, sizes: Sizes) -> TablePoint:
 
 
 def whole(table: str, sizes: Sizes) -> bool:
-    """Tell whether a row is one that grids are fitted to: attention with a window is derived from others."""
+    """Return whether grids are fitted to a row. Attention with a window is derived from attention without one."""
     return table not in ATTENTION or not sizes[-1]
 
 
 def held_out(table: str, sizes: Sizes) -> bool:
-    """Choose rows that no table sees."""
+    """Return whether a row is held out, so that no table is fitted to it."""
     text = " ".join([table, *(f"{size:g}" for size in sizes)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) % HELD_OUT == 0
 
 
 def fit(axes: Sequence[Sequence[float]], points: Sequence[Sizes], values: Floats) -> Grid:
-    """Fit a grid to values at points: least absolute deviations, by reweighted least squares, and smooth.
+    """Fit a smooth grid to values at points, with least absolute deviations by reweighted least squares.
 
-    Second differences along each axis cost 0.3 of what a deviation costs, which fills points that no row
-    determines. Solved by conjugate gradients.
+    Second differences along each axis have the weight 0.3 relative to deviations. They determine grid points
+    without rows nearby. Conjugate gradients solve each least-squares problem.
     """
     frame = Grid(tuple(tuple(axis) for axis in axes), (0.0,) * int(np.prod([len(axis) for axis in axes])))
     index, weight = _corners(frame, points)
@@ -168,7 +168,7 @@ def fit(axes: Sequence[Sequence[float]], points: Sequence[Sizes], values: Floats
 
 
 def _corners(frame: Grid, points: Sequence[Sizes]) -> tuple[NDArray[np.int64], Floats]:
-    """Points of the grid that are averaged at each point, and their weights."""
+    """Return the grid points from which each point is interpolated, and their weights, [N, 2^axes] each."""
     most = 1 << len(frame.axes)
     index = np.zeros((len(points), most), dtype=np.int64)
     weight = np.zeros((len(points), most))
@@ -179,7 +179,7 @@ def _corners(frame: Grid, points: Sequence[Sizes]) -> tuple[NDArray[np.int64], F
 
 
 def _second_differences(frame: Grid) -> tuple[NDArray[np.int64], Floats]:
-    """Neighbours along each axis, and by how much the middle one differs from those beside it."""
+    """Return triples of neighbouring grid points, and the weights that compute their second differences, [M, 3]."""
     shape = [len(axis) for axis in frame.axes]
     numbers = np.arange(int(np.prod(shape))).reshape(shape)
     index, weight = [], []
@@ -218,7 +218,7 @@ def choose_axes(table: str, asked: Iterable[Sizes]) -> list[list[float]]:
     """Choose the points of a grid along each axis: sizes that were measured, or powers of two among them."""
     columns = [sorted(set(column)) for column in zip(*asked, strict=True)]
     if table == "product":
-        # Beside powers of two, one row more opens a tile more.
+        # One row more than a power of two needs one tile more.
         rows = [*POWERS[:16], 17.0, 33.0, 65.0, 129.0, 192.0, 257.0, 513.0, 768.0]
         return [sorted(rows), columns[1], columns[2]]
     if table in ATTENTION:
@@ -229,7 +229,7 @@ def choose_axes(table: str, asked: Iterable[Sizes]) -> list[list[float]]:
 
 
 def distil(device: DeviceKind, table: str, rows: Mapping[Sizes, float]) -> tuple[Grid, float]:
-    """Fit a table to its rows that are not held out; also returns how its errors scatter over held out rows."""
+    """Fit a table to the rows that are not held out. Also returns the spread of its errors on held-out rows."""
     seen = [sizes for sizes in rows if whole(table, sizes) and not held_out(table, sizes)]
     placed = [place(device, table, sizes) for sizes in seen]
     points = [point.sizes for point in placed]
@@ -239,7 +239,7 @@ def distil(device: DeviceKind, table: str, rows: Mapping[Sizes, float]) -> tuple
 
 
 def report(device: DeviceKind, table: str, grid: Grid, rows: Mapping[Sizes, float]) -> float:
-    """Print the errors of held out rows; return |ln(measured / predicted)| that 68.3 % of them do not exceed."""
+    """Print the errors of held-out rows. Returns the 68.3 % quantile of |ln(measured / predicted)|."""
 
     def off(sizes: Sizes, seconds: float) -> float:
         point = place(device, table, sizes)
@@ -295,7 +295,7 @@ def main() -> None:
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
-    """Write JSON, with the numbers of a table on lines of 100."""
+    """Write JSON. Long lists of numbers have 100 numbers per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
 
     def lines(value: Any, indent: str) -> str:

@@ -41,7 +41,8 @@ _SHORT = (
     "temperature",
 )
 _TOP = ("run_dir", "cluster", "plan", "device", "seed", "resume", "overwrite", "micro_batch_tokens")
-"""Settings that most scripts set, below and at the top of recipes. All others are accepted, too."""
+"""Settings that most scripts set: `_SHORT` in sections of a recipe, `_TOP` at its top level. All other settings are
+accepted too."""
 
 
 def write_stub() -> str:

@@ -1,12 +1,12 @@
-"""Compiles realrl's Triton kernels for GPUs that need not be there, and checks what they take of a GPU.
+"""Compile realrl's Triton kernels for GPUs that this machine need not have, and check their use of resources.
 
 python tools/gpu/compile_kernels.py [--capabilities 80,90,100] [--models small|all|NAME,...] [--cache DIR]
 
 The engine's own functions launch the kernels on small CPU tensors with the widths and heads of real models; each
 launch becomes a compilation. The script prints registers, spilled bytes and shared memory of each kernel. It exits
-with 1 if a kernel does not compile, spills in bfloat16, or takes more than a block may have. ptxas and cuobjdump
-come with Triton. A GPU machine with the same Triton and sources finds what --cache holds if TRITON_CACHE_DIR is
-this folder.
+with 1 if a kernel does not compile, spills in bfloat16, or uses more than a block may have. ptxas and cuobjdump
+come with Triton. A GPU machine with the same Triton and sources uses the kernels in the folder of --cache if
+TRITON_CACHE_DIR names this folder.
 """
 
 import argparse
@@ -37,15 +37,15 @@ from triton.runtime.jit import JITFunction
 import realrl.model.gpu as package
 
 SHARED_BYTES = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
-"""Most bytes of shared memory of one block, by compute capability (CUDA programming guide)."""
+"""Maximum bytes of shared memory of one block, by compute capability (CUDA programming guide)."""
 REGISTERS = 65536
-"""Most registers of one block, on all of these."""
+"""Maximum registers of one block, for all of these compute capabilities."""
 NO_WINDOW = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What of a model decides how its kernels are compiled."""
+    """Sizes and options of a model that decide how its kernels are compiled."""
 
     hidden: int
     inner: int
@@ -82,12 +82,12 @@ MODELS = {
     "odd": _sizes(129, 77, 3, 1, 8, 1000, head_norms=True),
 }
 SMALL = ("qwen2.5-1.5b", "gemma-2-9b", "sinks")
-"""Heads of 64, 128 and 256 dims; caps, windows, sinks."""
+"""Models that cover heads of 64, 128 and 256 dimensions, soft caps, windows and sinks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """One variant of a kernel, as ptxas made it."""
+    """One compiled variant of a kernel, with the resources that ptxas reports."""
 
     kernel: str
     capability: int
@@ -97,10 +97,10 @@ class Compiled:
     shared: int
     registers: int = 0
     spilled: int = 0
-    """Bytes of local memory of a thread."""
+    """Bytes of local memory per thread."""
 
     def problems(self) -> Iterable[str]:
-        """Say what keeps this variant from running, or from running fast."""
+        """Describe what keeps this variant from running, or from running fast."""
         name = f"{self.kernel} for sm_{self.capability}, {self.dtype}"
         if self.shared > SHARED_BYTES[self.capability]:
             yield f"{name}: {self.shared} bytes of shared memory, of {SHARED_BYTES[self.capability]}"
@@ -112,7 +112,7 @@ class Compiled:
 
 
 class NoDevice:
-    """Triton's driver of a GPU that is not there."""
+    """Replacement for Triton's driver, for a GPU that this machine does not have."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -121,7 +121,7 @@ class NoDevice:
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        # Triton keeps what it has compiled by device alone, so each target is a device of its own.
+        # Triton caches compiled kernels by device number only, so each target needs its own number.
         return self.capability
 
     def get_current_stream(self, device: int) -> int:
@@ -129,7 +129,7 @@ class NoDevice:
 
 
 class Compiler:
-    """Takes the place of launches: compiles each variant once, and keeps what ptxas says of it."""
+    """Replaces launches: compiles each kernel variant once, and stores the resources that ptxas reports."""
 
     def __init__(self) -> None:
         self.found: dict[str, Compiled] = {}
@@ -145,7 +145,7 @@ class Compiler:
         JITFunction.__getitem__ = self._getitem
 
     def target(self, capability: int, dtype: torch.dtype) -> None:
-        """Compile for this GPU, and name this type, from here on."""
+        """Set the GPU for later compilations, and the dtype that the report names."""
         self.capability, self.dtype = capability, str(dtype).removeprefix("torch.")
         driver.set_active(NoDevice(capability))
 
@@ -153,7 +153,7 @@ class Compiler:
         begin, name = time.perf_counter(), name_kernel(kernel)
         try:
             done = kernel.run(*arguments, grid=grid, warmup=True, **options)
-        except Exception as error:  # what does not compile is reported, and the others go on
+        except Exception as error:  # report the failure and continue with the other kernels
             text = str(error).strip().splitlines() or [""]
             self.failures.add(f"{name} for sm_{self.capability}: {type(error).__name__}: {text[-1][:300]}")
             return
@@ -192,7 +192,7 @@ def list_kernels() -> set[str]:
             encoding="utf-8"
         )
         if "import triton" not in source:
-            continue  # it may need a package that is not installed
+            continue  # the module may need a package that is not installed
         for name, value in vars(importlib.import_module(info.name)).items():
             if isinstance(value, JITFunction) and re.search(rf"\b{name}\[", source):
                 names.add(name_kernel(value))
@@ -220,7 +220,7 @@ def launch_elementwise(sizes: Sizes, dtype: torch.dtype, row_counts: Iterable[in
 
 
 def launch_logits(sizes: Sizes, dtype: torch.dtype) -> None:
-    """Launch what log-probabilities, their gradients and top-p take."""
+    """Launch the kernels of log-probabilities, of their gradients, and of top-p."""
     from realrl.model.gpu import logits, nucleus
 
     chunk, sums = torch.zeros(2, sizes.vocabulary), torch.zeros(2)
@@ -234,7 +234,7 @@ def launch_logits(sizes: Sizes, dtype: torch.dtype) -> None:
 
 
 def launch_attention(sizes: Sizes, dtype: torch.dtype, widths: Iterable[tuple[int, int]]) -> None:
-    """Launch attention of decode steps for tables of these widths, and that of exact runs."""
+    """Launch the attention of decode steps and of exact runs, for block tables of these widths."""
     from realrl.model.gpu import exact, paged_attention
 
     rows, numbers = 3, torch.zeros(3, dtype=torch.int64)
@@ -261,7 +261,7 @@ def launch_products(sizes: Sizes, dtype: torch.dtype) -> None:
 
 
 def launch_gradients(sizes: Sizes) -> None:
-    """Launch the gradients of experts of a layer, which have a kernel in bfloat16 alone."""
+    """Launch the weight gradients of a layer's experts, which have a kernel only in bfloat16."""
     from realrl.model.gpu.grouped_gradient import add_grouped_gradient
 
     ends = torch.full((2,), 3, dtype=torch.int32)
@@ -277,7 +277,7 @@ def _leaf(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 def compile_all(
     models: Iterable[str], dtypes: Iterable[str], capabilities: Iterable[int], numbers: Sequence[int]
 ) -> Compiler:
-    """Compile the kernels of models for GPUs. numbers: of rows, and widths of tables."""
+    """Compile the kernels of models for GPUs. `numbers` are numbers of rows, and widths of block tables."""
     with Compiler() as compiler:
         for capability in capabilities:
             for name in dtypes:
@@ -294,7 +294,7 @@ def compile_all(
 
 
 def report(compiler: Compiler) -> list[str]:
-    """Print a line for each kernel and GPU, and give the problems."""
+    """Print a line for each kernel and GPU, and return the problems."""
     groups: dict[tuple[str, int, str], list[Compiled]] = {}
     for made in compiler.found.values():
         groups.setdefault((made.kernel, made.capability, made.dtype), []).append(made)
@@ -325,7 +325,7 @@ def main() -> int:
     options = parser.parse_args()
     small = options.models == "small"
     models = {"small": SMALL, "all": tuple(MODELS)}.get(options.models) or options.models.split(",")
-    # Triton compiles anew for numbers that are 1, multiples of 16, or neither.
+    # Triton compiles different variants for numbers that are 1, multiples of 16, or neither.
     numbers = (5,) if small else (1, 5, 16)
     capabilities = [int(text) for text in options.capabilities.split(",")]
     with tempfile.TemporaryDirectory(prefix="compile-kernels-") as scratch:

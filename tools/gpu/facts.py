@@ -1,4 +1,4 @@
-"""Prints what the machine is, and checks that the other stages find what they need."""
+"""Print facts about the machine, and check that the other stages find the packages that they need."""
 
 import importlib
 import os
@@ -47,7 +47,7 @@ def describe_host() -> dict[str, Any]:
         ).stdout.strip(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        # Triton builds its launchers with both.
+        # Triton needs a compiler and Python's headers to build its launchers.
         "compiler": os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"),
         "python_headers": (Path(sysconfig.get_paths()["include"]) / "Python.h").exists(),
     }
@@ -84,7 +84,7 @@ def import_packages() -> tuple[dict[str, str], list[str]]:
     for name in (*NEEDED, *OPTIONAL):
         try:
             module = importlib.import_module(name)
-        except Exception as error:  # whatever an import raises is what this stage has to report
+        except Exception as error:  # this stage must report every error of an import
             missing.append(f"{name}: {type(error).__name__}: {str(error)[:150]}")
         else:
             found[name] = str(getattr(module, "__version__", module.__file__))

@@ -1,4 +1,4 @@
-"""Prints the kernels of a training step and of decode steps by time, and writes traces for chrome://tracing."""
+"""Print the kernels of a training step and of decode steps by time, and write traces for chrome://tracing."""
 
 import gzip
 import math
@@ -39,7 +39,7 @@ def show(name: str, run: Callable[[], object]) -> dict[str, float]:
 
 
 def measure_union(spans: list[tuple[float, float]]) -> tuple[float, float]:
-    """Measure how long at least one of the spans lasts, and how long it is from the first to the last."""
+    """Compute the time in which at least one span is active, and the time from the first start to the last end."""
     busy, last = 0.0, -math.inf
     for start, end in sorted(spans):
         busy += max(0.0, end - max(start, last))

@@ -1,8 +1,8 @@
-"""Compares all Triton kernels, and the operators of torch that exist only on GPUs, with float64 references.
+"""Compare all Triton kernels, and the operators of torch that exist only on GPUs, with float64 references.
 
-Inputs are random, with another seed each time; outputs are filled with NaN before a kernel writes them. The rest is
-what Triton's interpreter cannot show: CUDA graphs against eager steps, asynchronous copies, the memory of updates,
-and the speed of attention.
+Inputs are random, with a new seed in each run. Outputs are filled with NaN before a kernel writes them. The other
+checks cover what Triton's interpreter cannot show: CUDA graphs against eager steps, asynchronous copies, the memory
+of updates, and the speed of attention.
 """
 
 import os
@@ -19,7 +19,7 @@ from results import CPU, PLACE, apart, attempt, replayed, seconds_of, sync
 from torch import Tensor
 
 if CPU:
-    # Triton reads it when it is first imported.
+    # Triton reads this variable when it is first imported.
     os.environ["TRITON_INTERPRET"] = "1"
 
 from realrl.data.batch import Batch, Ragged
@@ -50,10 +50,10 @@ from realrl.recipe.generation import GenerationConfig
 torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
 EPS = 1e-6
 LIMITS = {torch.float32: 3e-5, torch.bfloat16: 8e-3}
-"""Largest relative distance to the reference."""
+"""Maximum relative distance to the reference, by dtype."""
 BOTH = (torch.float32, torch.bfloat16)
 FIRST = BOTH[:1] if CPU else BOTH
-"""Triton's interpreter is tried in float32 alone if a kernel is slow there."""
+"""Dtypes of checks that are slow in Triton's interpreter, which therefore runs them only in float32."""
 
 T = TypeVar("T")
 Tensors = Tensor | tuple[Tensor, ...]
@@ -73,7 +73,7 @@ def small(size: T, tiny: T) -> T:
 def differentiate(
     function: Callable[..., Tensors], inputs: Sequence[Tensor], upstream: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Compute outputs, and gradients of inputs."""
+    """Compute the outputs of a function, and the gradients of its inputs."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     out = function(*leaves)
     outs = _as_tuple(out)
@@ -257,7 +257,7 @@ def check_decode(
     got = paged_attention.launch_attention(qkv, k, v, *tables, heads, window, cap, sinks)
     sync()
     error = apart(got, wanted)
-    # The newest token lies in its block now.
+    # The kernel must also have stored the key of the newest token in its block.
     _, _, own_tables, own = tables
     block = own_tables.gather(1, (own // BLOCK_TOKENS)[:, None])[:, 0]
     stored = k[block, :, own % BLOCK_TOKENS].flatten(1)
@@ -381,7 +381,7 @@ def check_products(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> 
 
 
 def check_slices() -> dict[str, Any]:
-    """Check gradients of slices of rows, as LoRA and experts have them. cublasLt could take one row for a bias."""
+    """Check gradients that are slices of rows, as in LoRA and experts. cublasLt could mistake a row for a bias."""
     errors = []
     for outputs, inputs, rows in ((1, 256, 64), (5, 256, 1), (1, 8, 3), (64, 8, 7)):
         whole, x, g = (
@@ -439,7 +439,9 @@ def time_varlen(heads: int, kv: int, dim: int, length: int) -> dict[str, Any]:
 
 def check_grouped() -> dict[str, Any]:
     experts, per, tokens, k, m = 8, 2, small(515, 33), small(256, 16), small(384, 24)
-    chosen = torch.randint(1, experts - 1, (tokens, per), device=PLACE)  # the first and the last have no row
+    chosen = torch.randint(
+        1, experts - 1, (tokens, per), device=PLACE
+    )  # the first and last expert have no row
     groups = Groups.of(chosen, experts)
     x, w = draw(tokens * per, k, dtype=torch.bfloat16), draw(experts, m, k, dtype=torch.bfloat16, scale=0.1)
     out = F.grouped_mm(x, w.transpose(1, 2), offs=groups.ends)

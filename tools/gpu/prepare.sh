@@ -3,8 +3,8 @@
 #
 #   bash tools/gpu/prepare.sh [REQUIREMENT...]
 #
-# It takes what images with torch and transformers often lack, and the requirements that are named. Dependencies are
-# not followed: name each package that the machine lacks. Settings from the environment:
+# It downloads packages that images with torch and transformers often lack, and each REQUIREMENT. It does not follow
+# dependencies, so name each package that the machine lacks. Settings from the environment:
 #   PYTHON           interpreter with pip (python3)
 #   PYTHON_VERSION   Python version of the GPU machine (3.12)
 set -euo pipefail

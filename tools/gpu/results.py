@@ -36,7 +36,7 @@ def sync() -> None:
 
 
 def over() -> bool:
-    """Whether the time of the stage is used up."""
+    """Return whether the time of the stage is used up."""
     return time.monotonic() - BEGUN > LIMIT
 
 
@@ -50,7 +50,7 @@ def attempt(
     if over():
         print(f"-- {name}: no time left", flush=True)
         record(kind, name, status="no time left")
-        # A figure that is missing is no failure; a check that never ran is.
+        # A missing figure is not a failure, but a check that never ran is.
         return kind != "parity"
     start = time.perf_counter()
     try:
@@ -86,7 +86,7 @@ def attempt(
 
 
 def seconds_of(run: Callable[[], object], repeats: int = 7, warm: int = 2, calls: int = 1) -> float:
-    """Measure the median seconds of a call. On a GPU, events are recorded around `calls` of them."""
+    """Measure the median seconds of a call. On a GPU, events are recorded before and after `calls` calls."""
     times = []
     for number in range(warm + repeats):
         if CPU:
@@ -109,7 +109,7 @@ def seconds_of(run: Callable[[], object], repeats: int = 7, warm: int = 2, calls
 
 
 def replayed(run: Callable[[], object], calls: int = 20, repeats: int = 5) -> float:
-    """Measure the median seconds of a call in a CUDA graph of `calls` of them, without its launch on the host."""
+    """Measure the median seconds of a call in a CUDA graph of `calls` calls, without launches on the host."""
     if CPU:
         return seconds_of(run, 1, 0)
     run()

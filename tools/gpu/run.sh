@@ -26,7 +26,7 @@ begun=$SECONDS
 failed=()
 say() { echo "=== $(printf %3d $((SECONDS - begun))) s: $*" | tee -a "$log"; }
 
-# Unpacks the wheels that prepare.sh downloaded. They come first on the path, before older versions of the machine.
+# Unpack the wheels that prepare.sh downloaded. They come first on the path, before older versions on the machine.
 site=$root/.gpu/site
 if compgen -G ".gpu/wheels/*.whl" >/dev/null && [ ! -e "$site/.complete" ]; then
     "$python" -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$site" .gpu/wheels/*.whl || exit 2
@@ -35,7 +35,7 @@ fi
 export PYTHONPATH="$tools:$site:$root/src:$root:$root/bench/gpu:$root/bench:$root/bench/peer"
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-# Compiles kernels on idle cores while the first stages run: Triton takes seconds for each when it is first launched.
+# Compile kernels on idle cores while the first stages run, because Triton takes seconds to launch a new kernel.
 warm_up() {
     local capability models
     local groups=(
@@ -53,7 +53,7 @@ if [ "$DEVICE" = cuda ]; then
     [ "$(nproc)" -ge 8 ] && [ ! -d "$TRITON_CACHE_DIR" ] && warm_up &
 fi
 
-# stage NAME SECONDS COMMAND...: runs a command with a limit, and no longer than what is left of the total.
+# stage NAME SECONDS COMMAND...: runs a command for at most SECONDS, or for the time that is left of the total.
 stage() {
     local name=$1 limit=$(($2 * slower)) left=$((total - (SECONDS - begun))) status
     shift 2
@@ -71,7 +71,7 @@ stage() {
     [ "$status" -ne 0 ] && failed+=("$name (status $status)")
 }
 
-# Tests and small training runs side by side: nothing in them is timed, and both mostly import and launch.
+# Run tests and small training runs at the same time. Neither is timed, and both mostly import and launch.
 functional() {
     local tests runs
     timeout -k 5 "$STAGE_SECONDS" "$python" "$tools/small_runs.py" >"$OUT/small_runs.log" 2>&1 &

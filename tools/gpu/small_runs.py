@@ -1,4 +1,4 @@
-"""Trains tiny models with `realrl train`. On a GPU the runs share the device; in a dry run they take turns."""
+"""Train tiny models with `realrl train`. On a GPU the runs share the device; in a dry run they take turns."""
 
 import json
 import math
@@ -36,9 +36,9 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo-exact": ("grpo", {**HALF, "exact": True}),
     "grpo-restricted": ("grpo", {**HALF, "generation__top_p": 0.9, "generation__min_new_tokens": 3}),
 }
-"""Algorithm of a run, and how its recipe differs from that of `World.recipe`."""
+"""Algorithm of each run, and the settings in which its recipe differs from `World.recipe`."""
 STEPS = 5
-"""Steps of the recipes of `World.recipe`."""
+"""Training steps of the recipes that `World.recipe` writes."""
 SHOWN = ("loss", "policy_loss_per_token", "grad_norm", "entropy")
 
 
@@ -65,7 +65,7 @@ def train(world: World, name: str) -> bool:
 
 
 def judge(name: str, directory: Path, status: int | None, seconds: float) -> bool:
-    """Check the metrics that a run has written, and record them. `status` is None if time was over."""
+    """Check the metrics that a run has written, and record them. `status` is None if the time was over."""
     file = directory / "run" / "metrics.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     steps = [line["metrics"] for line in lines if line.get("kind") == "train"]

@@ -1,6 +1,7 @@
-"""Measures training, decoding and their operators on one GPU.
+"""Measure training, decoding and their operators on one GPU.
 
-Figures of the planner and of transformers stand beside them. `run.sh` sets the path for the imports from bench/.
+The figures are compared with predictions of the planner and with transformers. `run.sh` sets the path for the
+imports from bench/.
 """
 
 import gc
@@ -123,7 +124,7 @@ def measure_allocation() -> dict[str, Any]:
 
 
 class TrainingStep:
-    """SFT step of random tokens."""
+    """SFT step on random tokens."""
 
     def __init__(self, size: str, tokens: int, recompute: bool = False) -> None:
         self.shape, model = make(size)
@@ -149,7 +150,7 @@ class TrainingStep:
 
 
 def measure_training(size: str, tokens: int, recompute: bool = False) -> dict[str, Any]:
-    """Measure training steps beside the planner's prediction."""
+    """Measure training steps, and compare them with the planner's prediction."""
     step = TrainingStep(size, tokens, recompute)
     shape, tokens, length = step.shape, step.tokens, step.length
     if not CPU:
@@ -266,7 +267,10 @@ def measure_decoding(model: Model, rows: int) -> dict[str, Any]:
 
 
 def measure_tail(model: Model) -> dict[str, Any]:
-    """Measure answers of different lengths, whose decode steps shrink; each width has a graph of its own."""
+    """Measure generation of answers of different lengths, whose number of rows shrinks as answers end.
+
+    Each number of rows has its own CUDA graph.
+    """
     rows, context, most = (6, 8, 12) if CPU else (256, 256, 1024)
     ends = tuple(range(4, 4 + max(1, model.shape.vocab_size // 300)))
     run_generate(model, rows, context, most, ends, 0, 8)
@@ -403,7 +407,7 @@ class HeadCase:
         return TokenLogprobs.apply(self.x, self.table, None, targets, options)[0][:, 0]
 
     def measure(self, name: str, losses: Callable[[], Tensor]) -> dict[str, Any]:
-        """Measure milliseconds, and GiB beside what is held before."""
+        """Measure the milliseconds of `losses` with gradients, and the peak GiB above the memory in use before."""
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         milliseconds = 1e3 * seconds_of(lambda: self.run(losses), 3, 2)
@@ -438,7 +442,7 @@ def measure_cut_cross_entropy() -> dict[str, Any]:
 
 
 def measure_liger() -> dict[str, Any]:
-    """Measure the cross entropy of the package liger-kernel, which gives the mean of all tokens."""
+    """Measure the cross entropy of the package liger-kernel, which returns the mean over all tokens."""
     if CPU or not find_spec("liger_kernel"):
         return {"skipped": "CPU, or the package is not installed"}
     from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
@@ -459,7 +463,7 @@ def list_products(shape: ModelShape) -> dict[str, tuple[int, int]]:
 
 
 class Ratios:
-    """Measured times of operators, each beside the time that the planner's tables predict."""
+    """Measured times of operators, compared with the times that the planner's tables predict."""
 
     def __init__(self) -> None:
         self.by_kind: dict[str, list[float]] = {}
@@ -484,7 +488,7 @@ class Ratios:
 def time_product(rows: int, outputs: int, inputs: int) -> float:
     """Measure the seconds of a product.
 
-    With few rows, each call takes other weights, so that no cache holds them.
+    With few rows, each call uses different weights, so that no cache holds the weights.
     """
     few = rows <= 256
     count = min(64, math.ceil(1.2e8 / (outputs * inputs * 2))) if few and not CPU else 1
@@ -495,7 +499,7 @@ def time_product(rows: int, outputs: int, inputs: int) -> float:
 
 
 def measure_operators() -> dict[str, Any]:
-    """Measure products and decode attention beside the planner's tables."""
+    """Measure products and decode attention, and compare them with the planner's tables."""
     operators, ratios = find_operators(SPEC.groups[0].device), Ratios()
     sizes = list(SIZES)[: 1 if CPU else 3]
     for size in sizes:

@@ -1,4 +1,4 @@
-"""Prints the failures and figures of results.jsonl, one line each.
+"""Print the failures and figures of results.jsonl, one line each.
 
 python tools/gpu/summary.py FOLDER
 """
@@ -21,8 +21,8 @@ def format_values(line: dict[str, Any]) -> str:
 def main() -> None:
     file = Path(sys.argv[1]) / "results.jsonl"
     every = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    # The folder may have results of earlier runs: the last one of each name counts. Figures that have the name of
-    # the measurement that found them have no status.
+    # The folder may have results of earlier runs, so the last result of each name counts. A measurement may record
+    # more figures under its own name. These records have no status.
     lines = list({(line["kind"], line["name"], "status" in line): line for line in every}.values())
     bad = [line for line in lines if line.get("status", "ok") != "ok"]
     print("\n## Failures\n")

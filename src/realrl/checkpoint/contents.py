@@ -1,4 +1,4 @@
-"""The boxes (parts) of parameters and optimizer state that one rank saves to a checkpoint and loads from it.
+"""The boxes (rectangular parts of tensors) that one rank saves to a checkpoint and loads from it.
 
 Importing torch.distributed.checkpoint takes a second. This module therefore imports it only when it is needed.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 CHUNK_BYTES = 64 << 20
-"""Maximum bytes of one box in a checkpoint. It limits the memory that reading a box takes."""
+"""Maximum bytes of one box in a checkpoint, because a reader holds whole boxes in memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class TensorPieces:
     """Shape of the global tensor."""
     dtype: torch.dtype
     pieces: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
-    """Values of each piece, in the shape of its box, by the offset of the box in the global tensor."""
+    """Maps the offset of each piece in the global tensor to the values of the piece, in its shape."""
 
     def size(self) -> torch.Size:
         """Shape of the global tensor."""
@@ -69,13 +69,13 @@ State = Mapping[str, TensorPieces]
 
 
 PARAMETERS = "parameters"
-"""KIND of model weights. A tensor in a checkpoint is named ROLE/KIND/NAME; all other kinds are optimizer state."""
+"""The kind of model weights in names of stored tensors, ROLE/KIND/NAME. All other kinds are optimizer state."""
 
 
 class CheckpointContents:
-    """This rank's tensors of all roles that training changes.
+    """This rank's tensors of the roles that training changes.
 
-    Frozen parts of these roles are included. Only the base model of adapters is left out, because it has its own
+    Frozen tensors of these roles are included. The base model of adapters is left out, because it has its own
     files.
     """
 
@@ -87,7 +87,7 @@ class CheckpointContents:
     ) -> None:
         """`roles`: the roles that training changes.
 
-        `find_model` returns the model of a role that this rank trains, or None.
+        `find_model` returns the model of a role that this rank saves and loads, or None.
         """
         self._roles, self._find_model, self._trainers = roles, find_model, trainers
 
@@ -108,7 +108,7 @@ class CheckpointContents:
     def list_loaded(self) -> State:
         """List the boxes that this rank reads.
 
-        Of a trained parameter set, the rank reads only the part that it updates. `spread` then fetches the other
+        If a parameter set is trained, the rank reads only the part that it updates. `spread` then fetches the other
         parts from other ranks.
         """
         state: dict[str, TensorPieces] = {}
@@ -126,7 +126,7 @@ class CheckpointContents:
 
     @contextmanager
     def in_device_memory(self) -> Iterator[None]:
-        """Move offloaded tensors into device memory for the duration of the block, which fills them."""
+        """Move offloaded tensors into device memory, and offload them again after the block has filled them."""
         memories = [held.memory for _, _, _, held in self._list_sets()]
         memories += [trainer.memory for trainer in self._trainers.values()]
         offloaded = [memory for memory in memories if not memory.resident]
@@ -159,7 +159,10 @@ class CheckpointContents:
 
 
 def _add_trained(state: dict[str, TensorPieces], role: str, trainer: Trainer, *, whole: bool) -> None:
-    """Add the parts that this rank updates, or without `whole`, only the elements that no other rank writes."""
+    """Add the parameters and optimizer state that this rank updates.
+
+    Without `whole`, add only the elements that no other rank writes to the checkpoint.
+    """
     optimizer, model = trainer.optimizer, trainer.model
     if not whole and model.layout.placement.is_copy(model.rank):
         return
@@ -183,7 +186,7 @@ def _add_trained(state: dict[str, TensorPieces], role: str, trainer: Trainer, *,
 
 
 def _add_replicated(state: dict[str, TensorPieces], role: str, model: Model, held: LocalSet) -> None:
-    """Add tensors that are not trained. Of n data-parallel ranks with equal copies, each adds every n-th tensor."""
+    """Add tensors that are not trained. If n data-parallel ranks have equal copies, each adds every n-th tensor."""
     data, placement = model.groups.data, held.layout.placement
     if placement.is_copy(model.rank):
         return

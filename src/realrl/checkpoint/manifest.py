@@ -30,9 +30,10 @@ class CheckpointError(Exception):
 
 @dataclass(frozen=True)
 class Chunk:
-    """One box of a tensor, stored in row-major order.
+    """One box (rectangular part) of a tensor, stored in row-major order.
 
-    `start`: position of its first byte in the file. `checksum`: XXH3 hash (64 bits) of its bytes, in hexadecimal.
+    `start`: position of the box's first byte in the file. `checksum`: 64-bit XXH3 hash of the box's bytes, in
+    hexadecimal.
     """
 
     offset: tuple[int, ...]
@@ -77,7 +78,7 @@ class Manifest:
         return {"tensors": tensors, "files": dict(self.files), "state": dict(self.state)}
 
     def find_incomplete(self) -> str | None:
-        """Return the name of a tensor whose boxes have too many or too few elements in total; None if all agree."""
+        """Return the name of a tensor whose boxes do not have as many elements as the tensor, or None."""
         for name, tensor in self.tensors.items():
             if sum(prod(chunk.size) for chunk in tensor.chunks) != prod(tensor.shape):
                 return name

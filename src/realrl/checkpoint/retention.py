@@ -1,4 +1,4 @@
-"""Commit checkpoints on disk, choose which ones to keep, and delete the others.
+"""Commit checkpoints on disk, choose the checkpoints to keep, and delete all others.
 
 Does not import torch.
 """
@@ -26,7 +26,7 @@ def write_metric(run_dir: Path, step: int, best: BestConfig, value: float) -> No
 
 
 def read_best_metrics(run_dir: Path, best: BestConfig) -> dict[int, float]:
-    """Read the value of this metric from all checkpoints that have one. Keys are steps."""
+    """Read the value of the metric of `best` from all checkpoints that store it. Keys are steps."""
     values = {}
     for step, path in list_checkpoints(run_dir).items():
         try:
@@ -39,7 +39,7 @@ def read_best_metrics(run_dir: Path, best: BestConfig) -> dict[int, float]:
 
 
 def is_among_best(value: float, others: Mapping[int, float], best: BestConfig, count: int) -> bool:
-    """Return whether a value is among the `count` best. Of equal values, the earlier one ranks higher."""
+    """Return whether a new value is among the `count` best. An equal value in `others` ranks higher."""
     sign = 1 if best.keep == "highest" else -1
     return isfinite(value) and sum(sign * other >= sign * value for other in others.values()) < count
 
@@ -79,7 +79,7 @@ def prune(
 def commit(path: Path) -> None:
     """Give a complete checkpoint its final name, and flush it to disk.
 
-    It replaces an older checkpoint of that name.
+    An older checkpoint of this name is replaced.
     """
     replaced = path.with_name(f".{path.name}.replaced.partial")
     shutil.rmtree(replaced, ignore_errors=True)
@@ -98,7 +98,7 @@ def commit(path: Path) -> None:
 def delete_checkpoint(path: Path) -> None:
     """Delete a checkpoint. Raises OSError.
 
-    It is renamed first, so that a half-deleted directory never passes for a checkpoint.
+    The directory is renamed first, so that a half-deleted directory is never taken for a checkpoint.
     """
     doomed = partial_path(path)
     shutil.rmtree(doomed, ignore_errors=True)

@@ -53,7 +53,7 @@ class Saved:
     def describe(self, steps: int | None) -> str:
         """Write the part of a message that describes the progress of a run.
 
-        `steps` is its total number, if known.
+        `steps` is the run's total number of steps, if known.
         """
         if not self.step:
             return "before the end of the first step; nothing was saved"
@@ -75,7 +75,7 @@ def checkpoint_path(run_dir: Path, which: Checkpoint, role: str = "") -> Path:
 def list_checkpoints(run_dir: Path) -> dict[int, Path]:
     """Find the complete checkpoints of a run, the latest first.
 
-    Keys are the numbers of training steps before them.
+    Keys are the numbers of training steps before each checkpoint.
     """
     found = {}
     for path in (run_dir / CHECKPOINTS).glob("step-*"):
@@ -143,19 +143,19 @@ class RunState:
     data: Mapping[str, int]
     """Numbers that identify the training data and its order, see `Dataset.identify`."""
     scoring: Mapping[str, int] = field(default_factory=dict)
-    """Checksums, by name, of what determines scores: the fields that functions read, and the files of functions."""
+    """Checksums, by name, of the record fields that scoring functions read and of the files of these functions."""
     algorithm: Mapping[str, Any] = field(default_factory=dict)
     """State of the algorithm."""
     trainers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """State of each trainer, by role."""
     functions: Mapping[str, list[Any]] = field(default_factory=dict)
-    """State of the functions of a call, in the order of its output ranks."""
+    """States of stateful functions, by call. A call has one state for each of its output ranks, in their order."""
     best: Mapping[str, Any] | None = None
     """The best evaluation so far, if the recipe keeps one."""
     rollbacks: int = 0
     """Number of times that training has gone back to a checkpoint after a spike."""
     notes: Mapping[str, Any] = field(default_factory=dict)
-    """State of the notes to the user."""
+    """State that determines which notes a resumed run still prints, see `StepNotes.state_dict`."""
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values."""

@@ -100,7 +100,7 @@ def write_state(
     """
     writer = _Writer(directory, state, rank, copied)
     with warnings.catch_warnings():
-        # torch warns about this if the run has only one process.
+        # torch warns that torch.distributed is disabled if the run has only one process.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             dcp.save(
@@ -216,15 +216,14 @@ class _HostBytes:
     def read(self, values: Tensor) -> Iterator[memoryview]:
         """Yield the bytes of a tensor in row-major order, part by part.
 
-        A part is valid until the next is requested.
+        A part is valid until the next part is requested.
         """
         flat = values.detach().reshape(-1).view(torch.uint8)
         if flat.is_cuda:
             yield from self._copy(flat)
         else:
             whole = view_bytes(flat)
-            # Parts are small so that the write finds them in the processor's cache, where the checksum has left
-            # them.
+            # Parts are small, so that they are still in the processor's cache when they are written after hashing.
             yield from (whole[at : at + CACHED_BYTES] for at in range(0, len(whole), CACHED_BYTES))
 
     def _copy(self, flat: Tensor) -> Iterator[memoryview]:

@@ -78,7 +78,7 @@ def run_app(arguments: Sequence[str]) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     status, failure = 0, None
     try:
-        # `obj` holds the arguments: some commands start themselves again as ranks.
+        # `obj` holds the arguments, because some commands run the same command line again in every rank.
         app(args=list(arguments), prog_name="realrl", obj=list(arguments))
     except SystemExit as exit_:
         status = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
@@ -86,7 +86,7 @@ def run_app(arguments: Sequence[str]) -> int:
         status = 1
     except Exception as error:  # a user must never see a traceback
         failure = error
-    # Ask for the signal itself: a library may have replaced or swallowed its exception.
+    # Ask whether a signal came, because a library may have replaced or swallowed the exception of the signal.
     interrupted = find_interruption()
     if interrupted is not None:
         # The local launcher reports an interruption of the ranks that it started.

@@ -28,7 +28,7 @@ def costs_table(comparison: "Comparison") -> Table:
     """Make the table of costs, with predictions if `compares` allows it."""
     predicted = compares(comparison)
     table = Table(box=box.SIMPLE)
-    # Only names may wrap: a number must never be cut.
+    # Only names may wrap, because a number must never be cut.
     table.add_column("in a step", overflow="fold")
     for name in _PREDICTED if predicted else _MEASURED:
         table.add_column(name, justify="right", no_wrap=True)

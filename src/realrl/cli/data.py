@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _QUANTILES = (0, 5, 25, 50, 75, 95, 99, 100)
 _BINS, _BAR = 10, 40
-"""Bars of the histogram, and characters of the longest bar."""
+"""Number of bars in the histogram, and characters of its longest bar."""
 _SHOWN = 300
 """Maximum tokens shown at the beginning and at the end of a record."""
 
@@ -97,7 +97,7 @@ def _describe_fields(inspection: "Inspection") -> str:
 
 
 def _format_counts(sources: "Sequence[SourceCount]") -> str:
-    """Format the table of sources, and the first reasons for the skipped records of each."""
+    """Format a table of the data sources, and the first few reasons why records of each source were skipped."""
     from realrl.cli.page.text import align_columns
     from realrl.data.order import count_drawn
 
@@ -115,7 +115,7 @@ def _format_counts(sources: "Sequence[SourceCount]") -> str:
 
 
 def format_lengths(lengths: dict[str, Any]) -> str:
-    """Format quantiles of the numbers of tokens, and a histogram for the last entry."""
+    """Format quantiles of the token counts of each entry, and a histogram of the last entry."""
     import numpy as np
 
     from realrl.cli.page.text import align_columns

@@ -28,8 +28,8 @@ def eval(
 ) -> None:
     """Evaluate the models of a recipe on `data.eval` without training: metrics, and samples with their scores.
 
-    It reads the weights from `models.ROLE.path`; for the directory of a run, it takes the run's final models. The
-    recipe's cluster and plan hold, and its section `evaluation`. See docs/evaluation.md.
+    It reads the weights from `models.ROLE.path`; for the directory of a run, it takes the run's final models. It
+    uses the recipe's cluster, its plan and its section `evaluation`. See docs/evaluation.md.
     """
     from realrl.config.files import check_directory
     from realrl.config.paths import local_path

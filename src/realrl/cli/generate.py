@@ -203,7 +203,7 @@ def _read_reward(text: str) -> Any:
 
 
 def _shown(prompt: str | list[dict[str, Any]], chat: bool) -> str:
-    """Format a prompt; the answer to a conversation starts on a new line."""
+    """Format a prompt. A chat prompt ends with a newline, so that the answer starts on a new line."""
     if isinstance(prompt, str):
         return f"{prompt}\n" if chat else prompt
     return "".join(f"{message['role']}: {message['content']}\n" for message in prompt)

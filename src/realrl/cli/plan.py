@@ -204,7 +204,7 @@ def _print(
 
 
 def _write(report: "PlanReport", name: str, file: Path, title: str, source: str, plan: "Plan") -> None:
-    """Write the file of one option. `plan`: the chosen plan, or the fastest plan of `--try`."""
+    """Write the file of one option. `plan`: the chosen plan, or the plan that `--try` measured as the fastest."""
     if name == "out":
         plan.save(file, report.scenario.graph)
     elif name == "html":

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from realrl.runtime.observer import MetricsRecord
 
 _WORDS = {"finished": "ended by themselves"}
-"""Metrics that are shares of the answers -> their words on the terminal."""
+"""Words on the terminal for metrics that are shares of the answers."""
 _QUIET_SECONDS = 10.0
 """Minimum seconds between training lines without a terminal, so that a log stays readable."""
 
@@ -140,7 +140,7 @@ class Progress(_Display):
         self._print(f"done in {seconds:.0f} s; results in {run_dir}")
 
     def _describe(self, record: "MetricsRecord", *, losses: bool = False) -> str:
-        """Describe the headline metrics of a record, with `losses` also the loss of every train call."""
+        """Describe the headline metrics of a record. With `losses`, also describe the loss of every train call."""
         others = [
             name
             for name in record.metrics

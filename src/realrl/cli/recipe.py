@@ -47,8 +47,8 @@ def resolve_recipe(given: str, overrides: Sequence[str] | None) -> tuple[str, li
 def launch_ranks(experiment: "Experiment", arguments: Sequence[str], *, recipe: bool = True) -> None:
     """Run `realrl ARGUMENTS` in one local process per device, and exit with their status.
 
-    `recipe`: whether the processes read the recipe, as the command's first argument. Returns at once if the cluster
-    has one device: this process then computes itself. Do not call it in a process that a launcher started. Raises
+    `recipe`: whether the recipe is the first argument of the command. If the cluster has one device, the function
+    returns at once, and this process computes itself. Do not call it in a process that a launcher started. Raises
     UserError if this machine cannot run the cluster.
     """
     from realrl.runtime.launcher.checks import check_start, note_crowd

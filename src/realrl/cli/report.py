@@ -88,7 +88,7 @@ class FinishedRun:
 
 
 def _read_runs(directories: Sequence[str]) -> dict[str, FinishedRun]:
-    """Read one run per algorithm. Raises UserError."""
+    """Read one run per algorithm. Raises UserError if two runs have the same algorithm."""
     from realrl.config.errors import UserError
 
     runs: dict[str, FinishedRun] = {}

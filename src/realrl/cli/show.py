@@ -38,7 +38,7 @@ def show(
 
 
 def show_experiment(experiment: "Experiment", *, programs: bool) -> None:
-    """Print a recipe, its graphs and its plan; with `programs` also the program of every rank."""
+    """Print a recipe, its graphs and its plan. With `programs`, also print the program of every rank."""
     from realrl.plan.presets import SEARCH
     from realrl.recipe.load import dump_experiment
     from realrl.runtime.prepare.devices import search_spec

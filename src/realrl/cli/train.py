@@ -28,7 +28,7 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
     set_library_defaults()
     recipe, overrides = resolve_recipe(recipe, overrides)
     experiment = load_experiment(recipe, overrides)
-    # A notebook or a test calls this function, and a single process then trains in place.
+    # If a notebook or a test calls this function, a single process trains in place.
     say = partial(typer.echo, err=True)
     outcome = start_training(experiment, _observe, say, here=not handles_signals())
     if outcome.cause is not None:

@@ -72,10 +72,10 @@ def find_base(path: str | Path) -> str | Path:
 
 
 def config_file(path: str | Path) -> Path:
-    """Find the `config.json` of a model in a directory or on the hub; no other file is downloaded.
+    """Find the `config.json` of a model in a directory or on the hub, without downloading the model's weights.
 
-    For adapters, this is the file of their base model. The file may be missing in a directory. Raises UserError if
-    there is no such model.
+    For adapters, this is the `config.json` of their base model. The file may be missing in a directory. Raises
+    UserError if there is no such model.
     """
     path = find_base(path)
     directory = local_path(str(path))
@@ -160,7 +160,7 @@ def _known_base(config: ModelConfig) -> ModelShape | None:
 
 
 def find_model_shape(config: ModelConfig) -> ModelShape:
-    """Find the shape of a role's model. Of a model on the hub, only `config.json` is downloaded.
+    """Find the shape of a role's model. The weights of a model on the hub are not downloaded.
 
     Raises UserError if the shape cannot be found.
     """

@@ -40,7 +40,8 @@ class Contents:
     embedding: TensorSpec
     """The embedding table."""
     repeated_head: tuple[StoredTensor, StoredTensor] | None
-    """A stored language-model head that is tied to the embeddings, and these embeddings. Both must be equal."""
+    """A stored language-model head that is tied to the embeddings, and the stored embeddings; None without such a
+    head. Both tensors must be equal."""
 
 
 def open_file(file: Path) -> Any:
@@ -85,7 +86,7 @@ class TensorFiles:
 
 
 def find_tensors(directory: Path, shape: ModelShape, wanted: Iterable[TensorSpec]) -> Contents:
-    """Find the file of each of these tensors of a model.
+    """Find the stored tensor for each of the `wanted` tensors of a model.
 
     Only a scalar head may be missing, because a language model does not have one. If `config.json` ties the
     language-model head to the embeddings and the head is missing, the embedding table takes its place. If anything
@@ -135,7 +136,7 @@ def _named_as_in_family(
 
 
 def _specs_outside_layers(shape: ModelShape) -> dict[Parameter, TensorSpec]:
-    """List the tensors outside the layers: those of both kinds of head, with untied embeddings."""
+    """List the tensors outside the layers, for a model with both kinds of head and untied embeddings."""
     untied = shape.model_copy(update={"tied_embeddings": False, "layers": 1})
     heads: tuple[Head, ...] = get_args(Head)
     specs = [spec for head in heads for spec in model_tensors(untied, head)]

@@ -22,8 +22,8 @@ def initialise(
 ) -> None:
     """Fill every tensor with its initial values (`TensorSpec.init`).
 
-    `tensors` describe whole tensors. With `regions`, `buffer` has only these regions of them; each region starts in
-    the first row of its buffer.
+    `tensors` describe whole tensors. With `regions`, `buffer` holds only these regions of the tensors. The values
+    of a region begin in the first row of its tensor in `buffer`.
 
     DoRA's magnitudes are skipped, because `Transformer.initialise_magnitudes` computes them from other tensors.
     Scales are written together with their quantised matrices. Matrices that write to the residual stream are scaled
@@ -51,8 +51,8 @@ def initialise(
 
 
 _DRAWN_ELEMENTS = 2**24
-"""Maximum numbers drawn at a time. Each block of rows has its own seed, so a rank draws only the blocks it
-needs."""
+"""Maximum number of values drawn at a time. Each block of rows has its own seed, so a rank draws only the blocks
+that it needs."""
 
 
 def _draw(tensor: TensorSpec, region: Region, shape: ModelShape, seed: int) -> Iterator[tuple[slice, Tensor]]:

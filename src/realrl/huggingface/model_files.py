@@ -83,7 +83,7 @@ def read_dtype(path: str | Path) -> torch.dtype:
 
 
 def check(path: str | Path, shape: ModelShape, tensors: Sequence[TensorSpec]) -> list[str]:
-    """Check the headers of a model's files. Returns the names of missing tensors, except those of adapters."""
+    """Check the headers of a model's files. Returns the names of missing tensors, without those of adapters."""
     return ModelFiles(path, shape, tensors).absent
 
 
@@ -96,15 +96,15 @@ def load(
 ) -> list[str]:
     """Copy the tensors of a model into a buffer and convert their dtype. Returns the names of missing tensors.
 
-    `tensors` describe whole tensors. With `regions`, the buffer has only these regions of them, and nothing else is
-    read. Each region starts in the first row of its buffer. Quantised matrices are read and quantised part by part.
-    A part consists of whole rows, because each row has a scale.
+    `tensors` describe whole tensors. With `regions`, the buffer holds only these regions of the tensors, and
+    nothing else is read. The values of a region begin in the first row of its tensor in `into`. Quantised matrices
+    are read and quantised part by part. A part consists of whole rows, because each row has a scale.
 
     If `path` has adapters in PEFT's format and `tensors` has none, the adapters are merged into their base model.
     If `tensors` has adapters too, they are loaded as adapters.
 
-    Only a scalar head and adapters may be missing. Raises UserError with file and tensor if anything else does not
-    fit, or if a weight is not finite.
+    Only a scalar head and adapters may be missing. Raises UserError, which names the file and the tensor, if
+    anything else does not fit or a weight is not finite.
     """
     source = ModelFiles(path, shape, tensors)
     specs = {spec.name: spec for spec in tensors}
@@ -146,7 +146,7 @@ class ModelFiles:
     """The files from which a model is read, including the file of its adapters if it has any."""
 
     def __init__(self, path: str | Path, shape: ModelShape, tensors: Sequence[TensorSpec]) -> None:
-        """Raises UserError if the files do not fit the model."""
+        """Find and check the model's tensors in its files. Raises UserError if the files do not fit the model."""
         saved = find_saved_adapters(path)
         self._adapters = None if saved is None else AdapterFile(saved)
         tensors = [spec for spec in tensors if not is_scale(spec)]
@@ -254,7 +254,7 @@ def save(
     origin: Origin | None = None,
     stop_token_ids: Collection[int] = (),
 ) -> None:
-    """Write a model directory, which replaces an older one. It appears only when it is complete.
+    """Write a model directory. It replaces an older directory only when it is complete.
 
     `weights` holds all tensors, or is a function that returns the portion of `list_portions` with a given number.
     Each portion is written before the next one is requested. Raises NotFiniteError if a value is not finite.
@@ -263,7 +263,7 @@ def save(
 
     A model with a scalar head is saved as a sequence classifier with one label. If sequences can end with the
     tokenizer's padding token, the classifier and its tokenizer get another padding token. `stop_token_ids` are
-    tokens that can end a sequence, in addition to those that tokenizer and origin name.
+    tokens that can end a sequence, in addition to the tokens that `tokenizer` and `origin` name.
     """
     with _whole_directory(Path(directory)) as unfinished:
         tensors = model_tensors(shape, head)

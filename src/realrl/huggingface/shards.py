@@ -1,7 +1,7 @@
 """Shards of a saved model: the tensors in each file, the portions in which they arrive, and the writing of files.
 
-The format (github.com/huggingface/safetensors): 8 bytes with the length of a header; the header, a JSON object with
-the place of each tensor; then the bytes of the tensors, one after the other.
+A file in the safetensors format (github.com/huggingface/safetensors) begins with 8 bytes that hold the length of
+its header. The header is a JSON object with the place of each tensor. The bytes of the tensors follow the header.
 """
 
 import json

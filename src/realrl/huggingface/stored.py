@@ -82,9 +82,9 @@ def join_tensors(
 
     Names in `values` are the model's; names in the result are the file's.
 
-    Values are whole tensors. With `first`, they are rows of their tensors, from the row with this number on, and
-    must become adjacent rows in the file. `specs` may be consecutive matrices of a stack; the result is then this
-    part of the stack.
+    Without `first`, values are whole tensors. With `first`, the value of a tensor holds consecutive rows that begin
+    with row `first[name]`. These rows must be adjacent in the file too. If `specs` are consecutive matrices of a
+    stack, the result is this part of the stack.
     """
     files: dict[str, Tensor] = {}
     for group in group_by_file_tensor(specs):
@@ -167,10 +167,10 @@ def _whole(spec: TensorSpec) -> Region:
 
 
 def quantise(values: Tensor, quantisation: Quantisation) -> tuple[Tensor, Tensor]:
-    """Quantise whole rows, so that w is about q * s with s = max|row| / (largest number of the type).
+    """Quantise whole rows of weights w to numbers q and scales s, so that w is about q * s.
 
-    `values` has shape [N, K]. Returns the bytes of q, [N, K] uint8, and the bytes of s, [N, 4] uint8. A row of
-    zeros has the scale 1.
+    The scale of a row is s = max|row| / (largest number of the type), or 1 for a row of zeros. `values` has shape
+    [N, K]. Returns the bytes of q, [N, K] uint8, and the bytes of s, [N, 4] uint8.
     """
     wide = values.float()
     scales = wide.abs().amax(1, keepdim=True) / LARGEST[quantisation]

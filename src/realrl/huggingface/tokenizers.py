@@ -114,7 +114,7 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerFast", directory: Path) -> Non
     tokenizer.save_pretrained(str(directory))
     config = directory / "tokenizer_config.json"
     settings = json.loads(config.read_text(encoding="utf-8"))
-    if settings.get("tokenizer_class") == "TokenizersBackend":  # transformers 4 does not know its new name
+    if settings.get("tokenizer_class") == "TokenizersBackend":  # transformers 4 does not know this name
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     for name in ("is_local", "local_files_only"):
         settings.pop(name, None)
@@ -124,7 +124,7 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerFast", directory: Path) -> Non
 def train_tokenizer(source: str, out: str, vocab_size: int) -> int:
     """Train a tokenizer on the records of `source` (see `read_records`) and write it to the directory `out`.
 
-    Returns the tokenizer's number of tokens. It is below `vocab_size` if the texts yield too few.
+    Returns the tokenizer's number of tokens, which is below `vocab_size` if the texts yield too few tokens.
     """
     texts = (text for text in _record_texts(source) if text)
     first = next(texts, None)
@@ -173,10 +173,10 @@ class SpecialTokens(Protocol):
 
 
 def list_stop_token_ids(tokenizer: SpecialTokens, origin: Origin | None, vocabulary: int) -> tuple[int, ...]:
-    """List all tokens that end a sequence: first the tokenizer's, then those in the settings of the model.
+    """List all tokens that end a sequence: first the tokenizer's token, then the tokens in the model's settings.
 
-    There may be several; Llama 3 Instruct has three. `vocabulary` is the number of tokens in the model's
-    vocabulary. Raises UserError for an id outside it.
+    A model may have several of these tokens; Llama 3 Instruct has three. `vocabulary` is the number of tokens in
+    the model's vocabulary. Raises UserError for an id outside the vocabulary.
     """
     stop_token_ids: dict[int, None] = {}
     if tokenizer.eos_token_id is not None:
@@ -219,7 +219,8 @@ def find_classifier_padding(
 def find_saved_ids(tokenizer: SpecialTokens | None, origin: Origin | None) -> dict[str, Any]:
     """Return the special tokens for the `config.json` of a saved model.
 
-    They are copied from the model that was loaded. A model that started from scratch gets the tokenizer's.
+    They are copied from the model that was loaded. A model that started from scratch gets the special tokens of the
+    tokenizer.
     """
     if origin is not None:
         return {name: origin.config[name] for name in SPECIAL_TOKENS if name in origin.config}
@@ -279,7 +280,7 @@ def _write_template(tokenizer: Tokenizer, directory: Path) -> None:
     copied = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
     template = getattr(tokenizer, "chat_template", None)
     if not isinstance(template, str) or template == copied:
-        return  # several named templates are among the copied files
+        return  # if the tokenizer has several named templates, the copied files contain them
     shutil.rmtree(directory / "additional_chat_templates", ignore_errors=True)
     (directory / "chat_template.json").unlink(missing_ok=True)
     if "chat_template" in settings:
@@ -303,7 +304,7 @@ def set_padding(directory: Path, token: str | None) -> None:
 def _find_files(name: str, model_type: str) -> Path | None:
     """Find a directory whose files can be copied to save this tokenizer; None if there is none.
 
-    Files that do not name the tokenizer's class depend on the model type in the `config.json` beside them.
+    Files that do not name the tokenizer's class depend on the model type in the `config.json` of their directory.
     """
     directory = _find_directory(name)
     if directory is None:
@@ -338,7 +339,10 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
 def list_saving_notes(
     origin: Origin | None, head: Head, tokenizer: Tokenizer, stop_token_ids: Collection[int], vocabulary: int
 ) -> Iterator[str]:
-    """Yield notes about settings that saving ignores or changes. For `stop_token_ids`, see `model_files.save`."""
+    """Yield notes about settings that saving ignores or changes.
+
+    `stop_token_ids` are the additional tokens that can end a sequence, as in `model_files.save`.
+    """
     if origin is not None:
         dropout = origin.config.get("attention_dropout")
         if dropout:

@@ -24,7 +24,7 @@ from realrl.testing.ranks import RanksFailure, run_on_ranks, sampled
 from realrl.testing.shrink import shrink_recipe
 
 WHOLE, SMALL = 4096, 48
-"""Sizes of micro-batches in tokens. `WHOLE` is enough for all items of a step, `SMALL` for two or three."""
+"""Sizes of micro-batches in tokens. `WHOLE` is enough for all sequences of a step, `SMALL` for two or three."""
 
 
 def check_algorithm(
@@ -41,7 +41,7 @@ def check_algorithm(
     Raises CheckFailure at the first mistake. Models are replaced by tiny ones with random weights. Records are
     replaced by `records`, or by made-up records of the algorithm's form. Lengths, batch and optimizer become small.
     Settings of the algorithm, reward and sampling stay as in the recipe. `overrides` (`a.b=value`, as on the
-    command line) come last, except those of models. Files are written into `directory`.
+    command line) come last, but overrides of models are ignored. Files are written into `directory`.
 
     1. The algorithm's description agrees with its graphs and methods, and every call has a method.
     2. Programs of all presets on clusters of 1 to 8 devices cannot deadlock, and every call finds its data.

@@ -32,7 +32,7 @@ def _learnt(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def compare_runs(run: Path, reference: Path, *, name: str, than: str, tolerance: float) -> None:
-    """Compare the metrics of every step, and the saved state, with those of another run.
+    """Compare the metrics of every step and the saved state of a run with those of another run.
 
     Raises CheckFailure if they differ. Its message calls the two runs `name` and `than`.
     """

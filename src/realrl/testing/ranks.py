@@ -30,8 +30,8 @@ from realrl.runtime.worker import worker
 from realrl.testing.compare import CheckFailure
 
 Tokens = dict[str, list[list[int]]]
-"""Sequences that were generated for an item, by `step/item`. With the key `step/item prompt`: the number of prompt
-tokens in each sequence. An evaluation has the number of its step."""
+"""Generated tokens of a run. The key `step/item` has the token ids of each sequence that was generated for an item.
+The key `step/item prompt` has the number of prompt tokens in each of these sequences."""
 
 PRELOADED = (
     "realrl.testing.compiled",
@@ -41,7 +41,7 @@ PRELOADED = (
     "realrl.algorithms.policy_gradient",
     __name__,
 )
-"""Modules that the fork server imports once, so that the processes that it starts need not."""
+"""Modules that the fork server imports once, so that the processes that it starts need not import them."""
 PATIENCE = 60.0
 """Seconds per recipe. A run that takes longer counts as hanging."""
 
@@ -89,7 +89,7 @@ def run_on_ranks(
 ) -> None:
     """Run recipes that need `size` devices each.
 
-    Each rank writes the tokens that it generates to a file beside the recipe, which `sampled` reads.
+    Each rank writes the tokens that it generates to a file in the recipe's directory, which `sampled` reads.
 
     For recipes in `renewed`, the algorithm is rebuilt after each step from its `state_dict`. Recipes in `evaluated`
     are evaluated instead of trained, like `realrl eval`; results go to RUN_DIR/eval. Raises RanksFailure for the
@@ -97,7 +97,6 @@ def run_on_ranks(
     """
     set_library_defaults()
     context = multiprocessing.get_context("forkserver")
-    # The server imports these modules once, so that the processes need not.
     context.set_forkserver_preload([*PRELOADED])
     arguments = [(str(recipe), recipe in renewed, recipe in evaluated) for recipe in recipes]
     processes = [context.Process(target=_rank, args=(rank, size, arguments, prepare)) for rank in range(size)]
@@ -128,7 +127,7 @@ def run_on_ranks(
 
 
 def sampled(recipe: Path) -> Tokens:
-    """Collect what all ranks of a run generated; CheckFailure if two ranks have different tokens for one item."""
+    """Collect the generated tokens of all ranks. Raises CheckFailure if ranks have different tokens for an item."""
     everything: Tokens = {}
     for file in recipe.parent.glob(f"{recipe.stem}-tokens-*.json"):
         for item, tokens in json.loads(file.read_text()).items():

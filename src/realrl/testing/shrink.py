@@ -38,7 +38,8 @@ first."""
 BATCH = 8
 PROMPT_TOKENS, NEW_TOKENS, LONGEST = 32, 8, 96
 OPTIMIZER: Mapping[str, Any] = {"lr": 1e-3, "eps": 1e-5, "schedule": "constant"}
-"""With the usual `eps`, Adam would turn rounding errors into full steps for elements whose gradient is 0."""
+"""Optimizer settings of all trained models. With the usual `eps`, Adam would turn rounding errors into full steps
+for elements whose gradient is 0."""
 
 
 def shrink_recipe(

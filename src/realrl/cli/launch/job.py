@@ -1,4 +1,4 @@
-"""Job on several nodes: the common part of the texts for torchrun, Slurm and Kubernetes."""
+"""Jobs on several nodes: the facts that torchrun commands, Slurm scripts and Kubernetes manifests share."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.cluster import named_cluster, written_cluster
 
 PATIENCE = 300
-"""Seconds for which torchrun on one node waits for the first node. It must survive a network failure."""
+"""Seconds for which torchrun on a node waits for the first node, long enough to survive a network failure."""
 CPUS_PER_GPU = 8
 """Default CPU cores of a process that computes on a GPU."""
 
@@ -33,7 +33,7 @@ class Job:
     arguments: tuple[str, ...]
     """Arguments of `python -m realrl`."""
     command: str
-    """Command line that wrote the text."""
+    """Command line that wrote the script or manifest, for a comment in it."""
     name: str
     devices: tuple[int, ...]
     """Number of devices of each node. Only torchrun accepts different numbers."""
@@ -44,7 +44,7 @@ class Job:
     directory: str
     """Working directory on every node."""
     grace: int
-    """Seconds after SIGTERM for a step and a checkpoint, from the recipe."""
+    """Seconds after SIGTERM in which a run can finish its step and write a checkpoint, from the recipe."""
     patience: int = PATIENCE
 
     @property
@@ -69,7 +69,7 @@ def make_job(
 ) -> Job:
     """Read a recipe and make its job. `kind` is the command: torchrun, slurm or kubernetes.
 
-    Raises UserError for a mistake in the recipe, and if it does not say how many nodes and devices there are.
+    Raises UserError for a mistake in the recipe, or if the recipe does not set the number of nodes and devices.
     """
     experiment = load_experiment(recipe, overrides)
     if not experiment.spec.trains:
@@ -80,7 +80,7 @@ def make_job(
         raise UserError(
             "resume=never: a restarted job could not resume its run; set resume=auto, or choose a new run_dir"
         )
-    # torchrun and Slurm tell a restarted process that it must not delete the run; a new pod cannot know.
+    # Under torchrun and Slurm, a restarted process knows that it must not delete the run. A new pod does not know.
     if experiment.overwrite and kind == "kubernetes":
         raise UserError(
             "overwrite=true: a restarted pod would delete the run; set overwrite=false and choose a new run_dir"
@@ -112,7 +112,7 @@ def make_job(
 def _find_devices(experiment: Experiment, *, one_kind: bool) -> tuple[Cluster, bool]:
     """Find the nodes and devices that a recipe names, and whether they are GPUs. Raises UserError.
 
-    `one_kind`: whether all nodes must be alike.
+    `one_kind`: whether all nodes must have the same kind and number of devices.
     """
     cluster = written_cluster(experiment.cluster)
     if cluster is None:

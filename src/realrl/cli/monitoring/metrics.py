@@ -1,4 +1,4 @@
-"""Metrics and costs of a run from its directory. No torch."""
+"""Metrics and costs of a run, read from its directory. Does not import torch."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 _STEP = ("tokens_per_s", "mfu", "idle", "idle_max")
 _WORTH_TELLING = 0.05
-"""Minimum difference between the idlest rank and the mean for naming this rank."""
+"""The rank with the largest idle share is named if its share exceeds the mean by more than this."""
 
 
 @dataclass(frozen=True)
 class MetricLine:
-    """Metrics of one training step, or of one evaluation; None for a number that is not finite."""
+    """Metrics of one training step or one evaluation. A number that is not finite is None."""
 
     step: int
     kind: str
@@ -39,13 +39,13 @@ class MetricLine:
 
 @dataclass(frozen=True)
 class MetricPart:
-    """Lines of a part of the file."""
+    """Lines of a part of metrics.jsonl."""
 
     lines: tuple[MetricLine, ...]
     offset: int
-    """Bytes of the file up to the end of the last line."""
+    """Bytes of the file up to the end of the last of these lines."""
     more: bool
-    """Whether there are more whole lines."""
+    """Whether the file may have complete lines after these lines."""
 
 
 def find_metric(names: Mapping[str, object], metric: str) -> str | None:
@@ -65,10 +65,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def read_part(path: Path, offset: int, limit: int, every: int = 1) -> MetricPart:
-    """Read the whole lines in `limit` bytes of a growing file, but at least one line. Invalid lines are skipped.
+    """Read the complete lines in `limit` bytes of a growing file after `offset`, but at least one line.
 
-    With `every` above 1, one line in `every` is read, and all evaluations. If no line ends at `offset`, the file
-    was cut and written again, so reading restarts at its beginning. Raises OSError if it cannot be read.
+    Invalid lines are skipped. With `every` above 1, only one line in `every` and all evaluations are read. If no
+    line ends at `offset`, the file was cut and written again, so reading restarts at its beginning. Raises OSError
+    if the file cannot be read.
     """
     with path.open("rb") as file:
         file.seek(max(0, offset - 1))
@@ -85,7 +86,7 @@ def read_part(path: Path, offset: int, limit: int, every: int = 1) -> MetricPart
 
 
 def read_last(path: Path, limit: int) -> tuple[MetricLine, ...]:
-    """Read the whole lines in the last `limit` bytes of a file; none if it cannot be read."""
+    """Read the complete lines in the last `limit` bytes of a file; empty if the file cannot be read."""
     return tuple(_parse_lines(read_tail(path, limit)))
 
 
@@ -100,7 +101,7 @@ def _parse_lines(texts: Sequence[bytes]) -> list[MetricLine]:
 
 
 def read_speed(metrics: Mapping[str, object]) -> dict[str, float]:
-    """Select the performance metrics of a whole step and of its ranks, by name without prefix."""
+    """Select the performance metrics of a whole step and the idle shares of its ranks, by name without prefix."""
     found = {}
     for name, value in metrics.items():
         short = name.removeprefix(PERFORMANCE)

@@ -1,4 +1,7 @@
-"""Page of a run, and the data that it asks for: bounded in size, and only from the run's directory."""
+"""Page of a run, and the data that the page requests.
+
+Replies are bounded in size, and contain only data from the run's directory.
+"""
 
 import secrets
 from collections.abc import Iterator
@@ -22,15 +25,15 @@ from realrl.runtime.supervision.run_end import NOTES
 _RANKS, _NAMES = 512, 64
 """Maximum ranks on the page, and metrics per request."""
 _LINES, _WHOLE = 1 << 20, 1 << 22
-"""Bytes of metrics per request. Above the second size, a file is not read in full."""
+"""Bytes of metrics.jsonl read per request, and the size of the file above which lines are left out."""
 _NOTES, _ROWS, _LETTERS, _LARGEST = 200, 64, 4000, 1 << 26
-"""Maximum notes, samples of an evaluation, letters of a text, and bytes of a file to download."""
+"""Maximum number of notes, rows of a list, letters of a text, and bytes of a file to download."""
 _LONGEST, _STEPS = 1 << 20, 1000
 """Maximum bytes of a line, and number of evaluations whose samples can be chosen."""
 
 
 class RunPage:
-    """Answers to the requests of a run's page. Each answer reads the run's directory again."""
+    """Replies to the requests of a run's page. Each reply reads the run's directory again."""
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir
@@ -46,7 +49,7 @@ class RunPage:
         }
 
     def make_page(self, _: Query) -> Reply:
-        """Make the page itself. Of the run, it holds only the name."""
+        """Make the page itself. It contains the run's name, and requests all other data."""
         nonce = secrets.token_urlsafe(16)
         text = find_template("watch.html.jinja").render(
             name=self._inside.name, nonce=nonce, version=__version__
@@ -58,7 +61,7 @@ class RunPage:
         return Reply(text.encode(), "text/html; charset=utf-8", policy=policy)
 
     def read_run(self, _: Query) -> Reply:
-        """Read everything but curves, samples and the timeline."""
+        """Read all data of the page except curves, samples and the timeline."""
         status = read_status(self.path)
         algorithm = read_algorithm(self.path)
         predicted = PredictedStep.load(self.path)

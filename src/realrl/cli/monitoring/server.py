@@ -1,4 +1,4 @@
-"""Server of a run's page: read-only, with a fixed list of addresses. No address is the path of a file."""
+"""HTTP server for the page of a run. It is read-only, and its fixed list of addresses contains no file paths."""
 
 import json
 import secrets
@@ -33,13 +33,13 @@ class Reply:
     content: bytes
     type: str
     file: str = ""
-    """Name under which a browser saves it; empty for content to show."""
+    """File name under which a browser saves the content; empty if the browser shows the content."""
     policy: str = "default-src 'none'"
     """Content security policy."""
 
     @classmethod
     def of_json(cls, value: Any) -> "Reply":
-        """Reply with JSON. Files may hold NaN, which JSON does not have; it becomes null."""
+        """Reply with JSON. Numbers that JSON does not have, such as NaN, become null."""
         return cls(json.dumps(_finite(value), allow_nan=False).encode(), "application/json")
 
 
@@ -67,7 +67,7 @@ class PageServer(ThreadingHTTPServer):
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
-        """Bind without a look-up of the host's name, which can take long."""
+        """Bind without looking up the host's name, because the look-up can take long."""
         TCPServer.server_bind(self)
 
     @property
@@ -97,7 +97,7 @@ def _finite(value: Any) -> Any:
 
 
 def is_loopback(host: str) -> bool:
-    """Check whether a host's name or address is this machine's own loopback."""
+    """Return whether a host name or address is a loopback address of this machine."""
     if host.lower() == "localhost":
         return True
     try:
@@ -112,7 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "realrl", ""
 
     def do_GET(self) -> None:
-        """Reply from the routes."""
+        """Answer a request with the reply of its route, or with an error."""
         address = urlsplit(self.path)
         query = {name: values[-1] for name, values in parse_qs(address.query).items()}
         if self.server.local and not is_loopback(_hostname(self.headers.get("Host", ""))):

@@ -1,4 +1,4 @@
-"""Status of a run: read from its directory, and written as text. No torch."""
+"""Status of a run, read from its directory and formatted as text. Does not import torch."""
 
 import os
 import socket
@@ -29,11 +29,11 @@ from realrl.runtime.supervision.run_end import RESTARTING, RunEnd
 Liveness = Literal["running", "finished", "failed", "interrupted", "stale"]
 
 FRESH = 15.0
-"""Seconds without a heartbeat, which should come every second, after which a rank counts as silent."""
+"""Seconds without a heartbeat after which a rank counts as silent. Heartbeats should come every second."""
 _LOADING = 900.0
 """A restarted run should send its first heartbeat within this time, in seconds."""
 _RECENT = 20
-"""Number of steps for a rate."""
+"""Maximum number of steps from which a rate is computed."""
 _ENOUGH = 3
 """With this many steps since the last start, the rate leaves out earlier steps."""
 _TAIL = 1 << 22
@@ -51,14 +51,14 @@ class Rates:
     recent: float
     """Median of the last steps, at most 20."""
     before: float | None
-    """Median of the 20 steps before those; None if there are fewer."""
+    """Median of the 20 steps before the steps of `recent`; None if there are fewer than 20."""
     steps: tuple[float, ...]
     """Seconds of the last steps, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatestMetric:
-    """Latest value of a curve of the algorithm; None if it was not finite."""
+    """Latest value of a curve of the algorithm. The value is None if it was not finite."""
 
     metric: str
     label: str
@@ -74,7 +74,7 @@ class LastCheckpoint:
     path: str
     """Path relative to the run's directory."""
     time: float
-    """When it was written, in seconds since 1970."""
+    """Time at which the checkpoint was written, in seconds since 1970."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +177,7 @@ def read_status(path: Path, now: float | None = None) -> RunStatus:
 
 
 def _read_ranks(path: Path) -> tuple[Heartbeat, ...]:
-    """Read the heartbeats of the last start. Files of an earlier start with more ranks may still be there."""
+    """Read the heartbeats of the last start. Files of an earlier start with more ranks may still exist."""
     found = read_statuses(path).values()
     begun = max((rank.started for rank in found), default=0.0)
     return tuple(rank for rank in found if rank.time > begun - FRESH)
@@ -383,7 +383,7 @@ def _describe_state(found: RunStatus) -> str:
 
 
 def _describe_step(found: RunStatus) -> str:
-    # 499 of 500 are not 100 %.
+    # Round down, because 499 of 500 steps are not 100 %.
     of = f" of {found.steps} ({100 * found.step // found.steps} %)" if found.steps else ""
     begun = f", started {format_duration(found.time - found.started)} ago" if found.started else ""
     return f"{found.step}{of}{begun}"
@@ -446,7 +446,7 @@ def _describe_checkpoint(found: RunStatus) -> str:
 
 
 def _list_ranks(found: RunStatus) -> list[str]:
-    """Format a table of the ranks; columns without content are left out."""
+    """Format a table of the ranks. Empty columns are left out."""
     rows: list[tuple[str, ...]] = [("rank", "host", "memory", "peak", "device", "idle", "for", "does")]
     for rank in found.ranks[:_MOST_RANKS]:
         device = ""
@@ -457,7 +457,7 @@ def _list_ranks(found: RunStatus) -> list[str]:
         share = found.speed.get(f"{IDLE_RANK}{rank.rank}")
         idle = "" if share is None else format_share(share)
         does = describe_activity(rank)
-        # Both times are by the rank's own clock. The work of an ended run does not last any longer.
+        # Both times come from the rank's own clock. Work has no duration if the run has ended.
         lasts = format_duration(rank.time - rank.since) if found.state == "running" and rank.since else ""
         if rank.rank in found.silent:
             does = f"silent for {format_duration(found.time - rank.time)}, last: {does}"

@@ -20,7 +20,8 @@ from realrl.program.text import parse_instruction
 from realrl.program.trace_file import Event, PredictedStep, find_rank, is_host, read_rank_traces
 
 _RANKS, _ALONE = 64, 8
-"""Maximum ranks to read, and maximum ranks with a row each. Above that, ranks with equal work share a row."""
+"""Maximum ranks to read, and maximum ranks with a row each. If there are more, neighbours with equal work share a
+row."""
 _TRACES = 1 << 25
 """Maximum bytes of traces to read."""
 _HEIGHT, _LEAST, _MOST = 420, 18, 40
@@ -28,13 +29,13 @@ _HEIGHT, _LEAST, _MOST = 420, 18, 40
 _EVALUATION = 1 << 40
 """Steps with this number or a higher one are evaluations."""
 _NEGLIGIBLE = 2e-4
-"""Fraction of the picture. Shorter slices are not drawn."""
+"""Slices shorter than this fraction of the picture's width are not drawn."""
 _COLOURS = 8
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A row of the picture: the slices of one rank, which stand for all ranks with equal work."""
+    """A row of the picture: the trace slices of one rank, which stand for all ranks of the row."""
 
     name: str
     detail: str
@@ -44,7 +45,7 @@ class _Row:
 
 
 def draw_last_step(run_dir: Path, kinds: Mapping[str, str]) -> dict[str, Any] | None:
-    """Draw the last step that all ranks have finished, as SVG elements; None before the first one.
+    """Draw the latest training step for which most ranks have slices, as SVG elements; None before the first step.
 
     `kinds` maps a call to its kind. The kind of other calls is guessed from the end of their names. The result also
     has the number of the step, the number of ranks in the picture, and the measured and the predicted seconds.
@@ -81,7 +82,7 @@ def draw_last_step(run_dir: Path, kinds: Mapping[str, str]) -> dict[str, Any] | 
 def _find_step(traces: Mapping[int, Sequence[Event]]) -> int | None:
     """Find the latest training step for which most ranks have slices.
 
-    Each rank writes when it has ended a step, so the last step of one rank may be missing for others.
+    A rank writes its slices when it has finished a step, so the last step of one rank may be missing for others.
     """
     counts: dict[int, int] = {}
     for events in traces.values():

@@ -1,4 +1,4 @@
-"""Bands: groups of devices with the same activity over a step."""
+"""Bands of a plan's picture: groups of devices that have the same activity during a step."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,24 +18,24 @@ from realrl.program.instructions import (
 )
 
 WORK = (Run, Reallocate, Load, Offload)
-"""Instructions that are drawn one by one. The time between them is spent on waiting and on exchange of data."""
+"""Instructions that are drawn one by one. Between them, devices wait or exchange data."""
 _NEGLIGIBLE = 1e-3
 """Fraction of a step. Shorter gaps are not drawn, and times this close to each other count as equal."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Activity of the devices of a band for some time. Times are in seconds."""
+    """An activity of a band's devices. Times are in seconds."""
 
     start: float
     end: float
     instruction: Instruction | None
-    """Instruction that they execute; None if they wait or exchange data."""
+    """Instruction that the devices execute; None if they wait or exchange data."""
     reason: str = ""
-    """What they wait for, in words."""
+    """What the devices wait for, in words."""
 
     def like(self, other: "Block", tolerance: float) -> bool:
-        """Check whether both are the same at the same time."""
+        """Return whether two blocks have the same activity at the same time, within `tolerance` seconds."""
         near = abs(self.start - other.start) <= tolerance and abs(self.end - other.end) <= tolerance
         return near and (self.instruction, self.reason) == (other.instruction, other.reason)
 
@@ -50,7 +50,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Area:
-    """Block of several bands next to each other."""
+    """Block that several neighbouring bands share."""
 
     block: Block
     bands: range
@@ -105,7 +105,7 @@ def _blocks(slices: Sequence[Slice], shortest: float) -> Iterator[Block]:
 
 
 def _reason(slices: Sequence[Slice], start: float, end: float) -> str:
-    """Find the longest wait of a device between two moments, in words."""
+    """Describe the longest wait of a device between two moments."""
     waits = {s: min(end, s.start + s.waiting) - max(start, s.start) for s in slices if s.waiting > 0}
     waits = {s: seconds for s, seconds in waits.items() if seconds > 0}
     if sum(waits.values()) < (end - start) / 2:

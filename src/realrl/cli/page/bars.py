@@ -27,12 +27,12 @@ TERMS: Mapping[str, str] = {
     "exchange": "data that one call passes to another",
     "idle": "devices without work, and devices that wait for others",
 }
-"""Term of the cost model -> meaning, in the order they are drawn."""
+"""Meaning of each term of the cost model, in the order in which terms are drawn."""
 
 _LETTER = 0.0085
-"""Width of a letter, as a fraction of a bar."""
+"""Width of a letter, as a fraction of a bar's width."""
 _VISIBLE = 1e-3
-"""Fraction of the step's device time. A smaller part outside the calls gets no bar."""
+"""Parts of a step outside the calls get a bar if they exceed this fraction of the step's device time."""
 _OF_CALLS = (
     PartKind.CACHE,
     PartKind.PACKED_WEIGHTS,
@@ -49,7 +49,7 @@ _OF_ROLES = {
     "copy": "a copy in another layout",
     "state": "gradients and optimizer",
 }
-"""CSS class of a memory part of a role -> meaning."""
+"""Meaning of each CSS class of a role's memory parts."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Card:
 
 
 def make_time_bars(report: "PlanReport") -> list[Bar]:
-    """Make bars of device-seconds: one for the whole step, then its parts on a scale of their own."""
+    """Make bars of device-seconds: a bar for the whole step, then bars for its parts, on another scale."""
     estimate = report.chosen
     whole = estimate.step_seconds * len(estimate.slices)
     parts: dict[str, dict[str, float]] = {}
@@ -137,7 +137,7 @@ def list_terms(report: "PlanReport") -> list[tuple[str, str]]:
 
 
 def list_phases(device: DeviceMemory) -> dict[str, Mapping[MemoryPart, int]]:
-    """Map "between steps" and each call to the memory parts of a device, at the call's largest moment."""
+    """Map "between steps" and each call to the memory parts of a device when the call needs most memory."""
     phases: dict[str, Mapping[MemoryPart, int]] = {"between steps": device.resident}
     for footprint in device.footprints:
         if sum(phases.get(footprint.during, {}).values()) <= footprint.bytes:

@@ -1,4 +1,4 @@
-"""Page of a plan: one file that any browser opens without a network, or its picture alone."""
+"""Page of a plan, an HTML file that needs no network, and the picture of a step as an SVG file."""
 
 import math
 from pathlib import Path
@@ -48,7 +48,8 @@ if TYPE_CHECKING:
 def write_page(report: "PlanReport", path: Path, title: str, *, source: str = "", command: str = "") -> None:
     """Write the HTML page of a plan.
 
-    `source`: origin of the times. `command`: the command line that made the page. Empty ones are left out.
+    `source`: a note on the origin of the predicted times. `command`: the command line that made the page. An empty
+    argument is left out.
     """
     page = find_template("page.html.jinja").render(
         title=title,
@@ -89,7 +90,7 @@ def draw_timeline_svg(report: "PlanReport", title: str) -> str:
 
 
 def write_verdict(report: "PlanReport") -> str:
-    """Summarize the plan in a line: how fast it is, beside the best preset and the proven bound."""
+    """Summarize the plan in a line: its speed compared with the best preset and the proven lower bound."""
     if not report.chosen.fits:
         return f"This plan does not fit: {describe_misfit(report.chosen)}."
     proof = "optimal" if report.gap <= 5e-4 else f"within {format_share(report.gap)} of the optimum"
@@ -200,12 +201,12 @@ def describe_failures(report: "PlanReport") -> list[str]:
 
 
 def _format_long(seconds: float) -> str:
-    """Format seconds, or minutes from ten of them on."""
+    """Format a time in seconds, or in minutes from 600 seconds on."""
     return format_seconds(seconds) if seconds < 600 else f"{seconds / 60:,.3g} min"
 
 
 def _write_notes(report: "PlanReport", source: str) -> list[tuple[str, str]]:
-    """Write the notes on a plan's page as (heading, text). `source`: origin of the times."""
+    """Write the notes on a plan's page as (heading, text). `source` describes the origin of the predicted times."""
     options = report.candidates.values()
     ways = f"{min(options):,} to {max(options):,}" if min(options) < max(options) else f"{min(options):,}"
     return [

@@ -34,11 +34,11 @@ class Rival:
 
     name: str
     percent: float = 0.0
-    """Length of its bar."""
+    """Length of the row's bar, in percent of the longest bar."""
     step: str = ""
     interval: str = ""
     fastest: str = ""
-    """Probability that it is the fastest."""
+    """Probability that this plan is the fastest."""
     ratio: str = ""
     """Step time relative to the chosen plan."""
     memory: str = ""
@@ -49,7 +49,7 @@ class Rival:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows of text. The first `words` columns hold words, the others numbers."""
+    """Rows of text. The first `words` columns hold words, the other columns numbers."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -63,7 +63,7 @@ class Table:
 
 
 def list_rivals(report: "PlanReport") -> Iterator[Rival]:
-    """Yield the plans that fit, the fastest first, then presets that do not fit or are not possible."""
+    """Yield the plans that fit, the fastest first. Then yield presets that do not fit or are not possible."""
     longest = _longest(report)
 
     def describe(
@@ -95,7 +95,7 @@ def list_rivals(report: "PlanReport") -> Iterator[Rival]:
 
 
 def place_bound(report: "PlanReport") -> float:
-    """Place the lower bound on the scale of `list_rivals`."""
+    """Compute the position of the lower bound in percent, on the scale of the bars of `list_rivals`."""
     return 100 * report.lower_bound_seconds / _longest(report)
 
 
@@ -105,7 +105,7 @@ def _longest(report: "PlanReport") -> float:
 
 
 def make_calls_table(report: "PlanReport") -> Table:
-    """Make a row per call in the order they start, with its placement and the terms of its time."""
+    """Make a row per call, in the order in which calls start, with its placement and the terms of its time."""
     calls = report.chosen.calls
     terms = sort_terms({term: s for call in calls.values() for term, s in call.terms.items() if s > 0})
     rows = []
@@ -154,8 +154,8 @@ def make_moves_table(report: "PlanReport") -> Table:
 def make_sizes_table(report: "PlanReport") -> Table:
     """Make a row per number of nodes that was compared.
 
-    Speed-up is relative to the smallest cluster that has a plan. Efficiency is speed-up per device. Both are left
-    out if the kinds of devices differ.
+    Speed-up is relative to the smallest cluster that has a plan. Efficiency is speed-up per device. Both columns
+    are left out if the kinds of devices differ.
     """
     sizes, one_kind = report.sizes, len({size.kind for size in report.sizes}) == 1
     priced = all(size.price is not None for size in sizes)
@@ -200,7 +200,7 @@ def _size_figures(size: "SizeReport", base: "SizeReport") -> dict[str, str]:
 
 
 def name_reason(objective: Objective, sizes: Sequence["SizeReport"]) -> str:
-    """Say why a number of nodes was chosen."""
+    """Describe why a number of nodes was chosen."""
     priced = all(size.price is not None for size in sizes)
     return {
         "time": "fastest",
@@ -211,7 +211,7 @@ def name_reason(objective: Objective, sizes: Sequence["SizeReport"]) -> str:
 
 
 def make_alternatives_table(report: "PlanReport", alternatives: Sequence["Alternative"]) -> Table:
-    """Make a row per rejected alternative, by call."""
+    """Make a row per rejected alternative, sorted by call."""
     order = list(report.chosen.calls)
     found = sorted(alternatives, key=lambda a: (order.index(a.call), not a.fits, a.step_seconds))
     classes = [find_call_class(report, report.scenario.graph.call(a.call)) for a in found]
@@ -244,5 +244,5 @@ def _alternative(other: "Alternative") -> tuple[str, ...]:
 
 
 def _short(seconds: float) -> str:
-    """Format seconds in a column; a dot for none."""
+    """Format seconds for a table column. 0 becomes a dot."""
     return f"{seconds:.2f}" if seconds >= 0.005 else "·" if not seconds else "0.00"

@@ -41,7 +41,7 @@ def format_share(share: float) -> str:
 
 
 def format_measured(seconds: float) -> str:
-    """Format measured seconds without a unit, with three digits or more and at most to a millisecond."""
+    """Format measured seconds without a unit, to 0.001 s below 10 s, to 0.1 s below 1,000 s, otherwise to 1 s."""
     return f"{seconds:.{3 if seconds < 10 else 1 if seconds < 1000 else 0}f}"
 
 
@@ -61,7 +61,7 @@ def format_count_of(number: int, noun: str) -> str:
 
 
 def format_interval(numbers: Sequence[int]) -> str:
-    """Format consecutive numbers by the first and the last."""
+    """Format consecutive numbers as the first and the last number."""
     return f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]}–{numbers[-1]}"
 
 
@@ -170,7 +170,7 @@ def _lengths(lengths: Sequence[int]) -> str:
 
 
 def align_columns(rows: Sequence[Sequence[str]], *, right: bool = False) -> list[str]:
-    """Align columns of text; rows may end early. `right`: align all columns but the first to the right."""
+    """Align columns of text. Rows may have fewer cells. `right`: align all columns but the first to the right."""
     widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
     return [
         "  ".join(

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from realrl.planner.report.report import PlanReport
 
 WIDTH = 1000
-"""Pixels of the picture for which labels are chosen. A page of another width chooses again."""
+"""Width in pixels for which the picture's labels are chosen. A page of another width chooses labels again."""
 _HEIGHT = 400
-"""Pixels of all bands together, if there are many devices and every band is high enough for a label."""
+"""Height in pixels of all bands together, if there are many devices and every band is high enough for a label."""
 _DEVICE, _BAND = 56, 24
 """Pixels: maximum height of one device, and minimum height of one band."""
 _LINE, _LETTER, _MARGIN = 15, 6.7, 8
-"""Pixels of a line of text, of a letter, and of the margins of a label."""
+"""Height of a line of text, width of a letter, and width of a label's margins, in pixels."""
 
 
 @cache
@@ -54,7 +54,7 @@ class Label:
 
     lines: tuple[str, ...]
     upwards: bool = False
-    """Whether it is written from bottom to top."""
+    """Whether the label is written from bottom to top."""
 
     @property
     def size(self) -> tuple[float, float]:
@@ -64,13 +64,13 @@ class Label:
         return (breadth, length) if self.upwards else (length, breadth)
 
     def offset(self, line: int) -> float:
-        """Pixels from the middle of the box to the base line of a line."""
+        """Return the pixels from the middle of the box to the baseline of the line with this number."""
         return (line - (len(self.lines) - 1) / 2) * _LINE + 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnBox:
-    """Box of the picture: percent from left to right, pixels from top to bottom."""
+    """Box of the picture. `x` and `width` are in percent, `y` and `height` in pixels."""
 
     x: float
     width: float
@@ -86,7 +86,7 @@ class DrawnBox:
 
     @property
     def chosen(self) -> Label | None:
-        """The most detailed label that fits into this box at the picture's usual width; None if none does."""
+        """The most detailed label that fits into this box at the picture's usual width, or None."""
         for label in self.labels:
             width, height = label.size
             if width <= self.width / 100 * WIDTH and height <= self.height:
@@ -106,7 +106,7 @@ class DrawnBand:
 
 @dataclass(frozen=True)
 class Tick:
-    """Time on the axis."""
+    """Tick of the time axis. `x` is in percent."""
 
     x: float
     text: str
@@ -116,12 +116,12 @@ class Tick:
 
 @dataclass(frozen=True)
 class TimelineDrawing:
-    """Content of the picture."""
+    """Bands, borders, boxes and ticks of the picture, and its height in pixels."""
 
     height: float
     rows: tuple[DrawnBand, ...]
     borders: tuple[float, ...]
-    """Pixels from the top of each border between two nodes."""
+    """Pixels from the top of the picture to each border between two nodes."""
     boxes: tuple[DrawnBox, ...]
     ticks: tuple[Tick, ...]
 
@@ -303,7 +303,7 @@ def _list_labels(call: str, role: str, degrees: str, seconds: str) -> Iterator[L
 
 
 def list_ticks(seconds: float) -> Iterator[Tick]:
-    """List round times: at most ten at level 0, and about five between two of them at the next level."""
+    """List round times: about ten at level 0. Each further level divides an interval into five."""
     size: float = 10 ** floor(log10(seconds))
     first = next(size * f for f in (0.1, 0.2, 0.5, 1, 2, 5) if seconds / (size * f) <= 10)
     shown: set[float] = set()

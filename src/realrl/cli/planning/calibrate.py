@@ -17,9 +17,9 @@ DEFAULT = "profile.json"
 
 
 def calibrate_file(run_dir: str, path: str | None) -> str:
-    """Correct the profile in a file with a run, print the changes on stderr, and return the path of the file.
+    """Correct the profile in a file with the measurements of a run, and return the path of the file.
 
-    If the file does not exist, a new one corrects the data-sheet figures.
+    Prints the changes on stderr. If the file does not exist, a new profile corrects the data-sheet figures.
     """
     from realrl.planner.profile.profile import Profile
     from realrl.planner.report.calibrate import calibrate_profile

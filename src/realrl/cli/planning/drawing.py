@@ -30,7 +30,7 @@ Value = TypeVar("Value", bound=Hashable)
 
 
 def explain_plan(name: str) -> str:
-    """Describe a preset and the origin of its strategy; for a plan file, its name."""
+    """Describe a preset and the origin of its strategy. For a plan file, return only its name."""
     if name == SEARCH:
         return f"{SEARCH}: a plan that the planner found\n"
     if name not in PRESETS:
@@ -39,7 +39,7 @@ def explain_plan(name: str) -> str:
 
 
 def format_plan(plan: Plan, graph: DataflowGraph) -> str:
-    """Format a table with a line per call, in the order they run."""
+    """Format a table with a line per call, in the order in which calls run."""
     named = (axis for place in plan.placements.values() for axis in place.strategy.degrees.named())
     axes = [*dict.fromkeys(named)]
     rows = [["call", "mesh", *axes, "micro-batch tokens"]]
@@ -119,7 +119,10 @@ def format_reallocations(programs: Sequence[Program], memory: Memory, cluster: C
 
 
 def _count_bytes(move: Reallocate, memory: Memory, cluster: Cluster) -> tuple[int, ...]:
-    """Count the bytes of a reallocation: all, on the busiest device, between nodes. Empty for unknown models."""
+    """Count the bytes of a reallocation: in total, on the busiest device, and between nodes.
+
+    The result is empty if the shape of a model is not known.
+    """
     into = move.into or move.role
     if move.role not in memory.stored or into not in memory.stored:
         return ()
@@ -139,7 +142,7 @@ def _count_bytes(move: Reallocate, memory: Memory, cluster: Cluster) -> tuple[in
 
 
 def _when(programs: Sequence[Program], move: Reallocate) -> str:
-    """Find the call next to a reallocation in the program of a rank that executes it."""
+    """Describe when a reallocation happens: before the call that needs it, or after the call that precedes it."""
     there = programs[move.target.ranks[0]].instructions
     later = [i for i in there[there.index(move) :] if isinstance(i, Run)]
     users = [run.call for run in later if (run.role, run.placement.layout) == (move.role, move.target.layout)]
@@ -160,9 +163,9 @@ _TEMPORARY = (
 
 
 def format_memory(devices: Sequence[DeviceMemory], *, limited: bool) -> str:
-    """Format the memory of devices between steps and at their peak, with its largest parts; by rank.
+    """Format a table of each device's memory between steps and at its peak, with the largest parts of the peak.
 
-    `limited`: whether the capacity of the devices is known.
+    `devices` are in the order of their ranks. `limited`: whether the capacity of the devices is known.
     """
     rows = []
     for device in devices:
@@ -184,12 +187,12 @@ def _most(peak: Footprint) -> tuple[str, str]:
 
 
 def _is_state(part: MemoryPart) -> bool:
-    """Check for gradients and optimizer. Copies on the host do not count."""
+    """Return whether a part holds gradients and optimizer state in device memory, not on the host."""
     return part.kind is PartKind.OPTIMIZER and not part.host
 
 
 def group_alike(rows: Sequence[Value]) -> Iterator[tuple[str, Value]]:
-    """Group ranks with equal rows; yield their ranks as text and the row. `rows` are by rank."""
+    """Group ranks that have equal rows. Yields the ranks as text, and their row. `rows` has one row per rank."""
     ranks: dict[Value, list[int]] = {}
     for rank, row in enumerate(rows):
         ranks.setdefault(row, []).append(rank)

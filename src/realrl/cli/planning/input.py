@@ -1,4 +1,4 @@
-"""Options of `realrl plan`: how they are read and checked."""
+"""Options of `realrl plan`, and functions that read and check them."""
 
 import math
 import re
@@ -176,7 +176,10 @@ def choose_devices(
 def read_scenario(
     experiment: "Experiment", cluster: str | None, profile: str | None, lengths: str | None
 ) -> tuple["Draft", "Scenario", str]:
-    """Return the recipe as a draft that fitting may change, the scenario to plan, and a note on its times."""
+    """Return a draft of the recipe, the scenario to plan for, and a note on the origin of its predicted times.
+
+    If no plan fits, the search for remedies changes the draft.
+    """
     from realrl.planner.profile.profile import Profile
     from realrl.planner.report.calibrate import describe_times
     from realrl.runtime.prepare.fit.changes import Draft
@@ -205,9 +208,10 @@ def parse_objective(text: str) -> "Objective":
 
 
 def parse_wanted(target_step: str | None, budget: float | None, *, others: bool) -> "Wanted | None":
-    """Parse the target for choosing a cluster: a step time (`60`, `60s`, `2min`) or a price per hour; or None.
+    """Parse the target for choosing a cluster: a step time (`60`, `60s`, `2min`) or a price per hour.
 
-    Raises UserError, also for both targets, or for one together with `others`, which choose a number of nodes.
+    Returns None if there is no target. `others`: whether another option chooses a number of nodes. Raises UserError
+    for a malformed target, or if more than one option chooses the cluster.
     """
     from realrl.planner.report.report import Wanted
 

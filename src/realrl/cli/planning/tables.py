@@ -42,7 +42,7 @@ _BAR = 30
 _TERMS, _ALTERNATIVES = 3, 2
 """Number of terms named per call, and number of alternatives shown per call."""
 _SMALL = 0.01
-"""Fraction of the devices' time. Smaller terms are added up."""
+"""Terms below this fraction of the devices' time are added up."""
 _REST = "activations and the rest"
 _KINDS: Mapping[str, str] = {
     PartKind.PARAMETERS: "█",
@@ -50,11 +50,11 @@ _KINDS: Mapping[str, str] = {
     PartKind.CACHE: "▒",
     _REST: "░",
 }
-"""Kind of memory -> the character of its bar. Copies in other layouts and on the host are part of the rest."""
+"""Character that draws each kind of memory in a bar. Copies in other layouts and on the host count as `_REST`."""
 
 
 def print_report(report: PlanReport, source: str, console: Console | None = None) -> None:
-    """Print the whole report. `source`: origin of the times."""
+    """Print the whole report. `source`: a note on the origin of the predicted times."""
     console = console or Console(highlight=False)
     if not console.is_terminal:
         console.width = _WIDTH
@@ -104,7 +104,7 @@ def make_table(*columns: str) -> Table:
 
 
 def _draw(table: shared.Table, left_out: str | None = None) -> RenderableType:
-    """Draw a table of the page, without the column `left_out`. A repeated name is shown once."""
+    """Draw a table of the HTML page, without the column `left_out`. A repeated name is shown once."""
     columns = [number for number, name in enumerate(table.head) if name != left_out]
     drawn = make_table(*(table.head[i] + ">" * (i >= table.words) for i in columns))
     previous = ""
@@ -173,7 +173,7 @@ def _time_bars(estimate: Estimate) -> Table:
 
 
 def _memory_bars(estimate: Estimate, spec: ClusterSpec) -> RenderableType:
-    """Draw a bar for each phase of the fullest device of each group of nodes."""
+    """For the fullest device of each group of nodes, draw a bar of its memory between steps and in each call."""
     parts: list[RenderableType] = []
     first = 0
     for group in spec.groups:
@@ -233,7 +233,7 @@ def _comparison(report: PlanReport) -> RenderableType:
 
 
 def describe_preference(report: PlanReport) -> str:
-    """Say why the chosen plan is preferred to the fastest one. The report must have a faster plan."""
+    """Explain why the chosen plan is preferred to the fastest one. The report must have a faster plan."""
     fastest, chosen = report.given_up, report.contenders[CHOSEN]
     assert fastest is not None, "a faster plan was given up"
     longer = chosen.estimate.step_seconds / fastest.estimate.step_seconds - 1
@@ -246,7 +246,7 @@ def describe_preference(report: PlanReport) -> str:
 
 
 def _nearest(report: PlanReport) -> list[Alternative]:
-    """Select a few alternatives per call: first faster ones that do not fit, then the nearest ones."""
+    """Select a few alternatives per call: first alternatives that do not fit, then those with the nearest times."""
     found = []
     for _, group in groupby(report.alternatives, key=lambda other: other.call):
         found += sorted(group, key=lambda other: other.fits)[:_ALTERNATIVES]
