@@ -65,7 +65,7 @@ if os.environ.get("RANK") is not None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     if point is not None:
-        from realrl.checkpoint.state import writer
+        from realrl.checkpoint import storage
         from realrl.runtime import checkpointer
         from realrl.runtime.supervision.heartbeat import Activity
         from realrl.runtime.worker.roles import Roles
@@ -84,7 +84,7 @@ if os.environ.get("RANK") is not None:
             begin(self, instruction, *more, **named)
             passed(instruction.split()[0])
         Activity.begin = begun
-        write = writer.write_state
+        write = storage.write_state
         def write_state(*arguments, copied, **named):
             def told():
                 copied()
@@ -92,8 +92,8 @@ if os.environ.get("RANK") is not None:
             passed("begin")
             write(*arguments, copied=told, **named)
             passed("written")
-        writer.write_state = write_state
-        between(checkpointer, "_commit", "commit", "committed")
+        storage.write_state = write_state
+        between(checkpointer, "commit", "commit", "committed")
         between(checkpointer, "prune", "prune", "pruned")
         between(Roles, "save", "final", "saved")
 """

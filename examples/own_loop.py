@@ -1,11 +1,11 @@
 """GRPO as a training loop of your own. `python examples/prepare.py` makes the data. docs/examples.md explains it.
 
-python examples/own_loop.py [STEPS]
+python examples/own_loop.py --steps 80
 torchrun --nproc-per-node=2 examples/own_loop.py
 """
 
+import argparse
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,9 +47,12 @@ def train(
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--steps", type=int, default=80)
+    steps = parser.parse_args().steps
     questions = [json.loads(line) for line in Path("data/examples/questions.jsonl").read_text().splitlines()]
     actor = {**MODEL, "optimizer": {"lr": 1e-2}}
     with realrl.Session({"actor": actor, "ref": MODEL}, train="actor", device="cpu") as opened:
-        for number, found in enumerate(train(opened, questions, int(sys.argv[1]) if sys.argv[1:] else 80), 1):
+        for number, found in enumerate(train(opened, questions, steps), 1):
             print(f"step {number}: score {found['score']:.3f}  loss {found['loss']:.4f}")
         opened.save_model("actor", "runs/examples/own_loop")

@@ -3,11 +3,11 @@
 No built-in algorithm has two turns. The second answer continues the tokens of the first turn, and only the second
 answer is trained. `python examples/prepare.py` makes the data, and examples/own_loop.py is a simpler loop.
 
-    python examples/second_try.py [STEPS]
+    python examples/second_try.py --steps 40
 """
 
+import argparse
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,11 @@ def train(
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--steps", type=int, default=40)
+    steps = parser.parse_args().steps
     questions = [json.loads(line) for line in Path("data/examples/questions.jsonl").read_text().splitlines()]
     actor = {**MODEL, "optimizer": {"lr": 1e-2}}
     with realrl.Session({"actor": actor}, train="actor", device="cpu") as opened:
-        for number, found in enumerate(train(opened, questions, int(sys.argv[1]) if sys.argv[1:] else 40), 1):
+        for number, found in enumerate(train(opened, questions, steps), 1):
             print(f"step {number}: score {found['first']:.3f}, after the hint {found['second']:.3f}")

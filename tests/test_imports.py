@@ -5,6 +5,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
@@ -43,7 +45,8 @@ TORCH_FREE_PACKAGES = {
     "config",
 }
 WITH_TORCH = re.compile(
-    r"realrl\.algorithms\.(build|guard|base\.(method|rows)|kl|\w+_loss|ppo_experience|rewards\.(methods|scorers))"
+    r"realrl\.algorithms\.(build|guard|base\.(method|rows)|kl|\w+_loss|ppo_experience|policy_training"
+    r"|rewards\.(reward_methods|scorers))"
 )
 """Modules of algorithms that compute. All others describe, and import no torch."""
 LEAF = "realrl.data.batch"
@@ -220,7 +223,7 @@ def test_modules_that_promise_it_load_no_torch() -> None:
 
 ASKS = {"realrl.recipe.algorithm"}
 """May ask of what class a recipe is: whether it is one at all."""
-SHARED = ("base", "build", "guard", "kl", "policy", "policy_loss", "rewards")
+SHARED = ("base", "build", "guard", "kl", "policy", "policy_training", "rewards")
 """Parts that any algorithm may use."""
 STANDS_IN = "realrl.runtime.profiler.passes"
 """Measures any model with the methods of PPO."""
@@ -267,3 +270,18 @@ def test_only_an_algorithm_imports_its_own_modules() -> None:
 )
 def test_an_entry_point_alone_loads_nothing_heavy(module: str) -> None:
     assert loaded_by([module]) == set()
+
+
+SCRIPTS = sorted(
+    file for folder in ("bench", "tools") for file in (SOURCES.parents[1] / folder).rglob("*.py")
+)
+
+
+@pytest.mark.parametrize("file", SCRIPTS, ids=lambda file: file.name)
+def test_imports_of_scripts_exist(file: Path) -> None:
+    """Benches and tools also write code as text, which no type checker reads."""
+    text = file.read_text(encoding="utf-8")
+    for module, names in re.findall(r"^ *from (realrl[\w.]*) import (\w+(?:, \w+)*)", text, re.MULTILINE):
+        found = import_module(module)
+        for name in names.split(", "):
+            assert hasattr(found, name) or find_spec(f"{module}.{name}"), f"{module} has no {name}"

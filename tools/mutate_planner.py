@@ -31,7 +31,10 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
 SOURCES = "src/realrl/planner"
-FOLDERS = ("arrays", "cluster", "cost", "evaluate", "memory", "moves", "operators", "workload")
+PLACES = (
+    *("cluster", "cost", "memory", "moves", "operators", "simulate", "workload"),
+    *("search/many_plans.py", "search/tables.py"),
+)
 TESTS = "tests/planner"
 SHORTEST_ROUND_S = 5.0
 """Seconds of the first round of test files that a mutant is tried with."""
@@ -41,8 +44,6 @@ LONGEST_S = 1200
 """Seconds after which a mutant's tests count as failed, because some mutants never end."""
 
 UNTESTED: dict[tuple[str, str], str] = {
-    ("evaluate/timeline.py", "_AT_ONCE"): "size of blocks, which results do not depend on",
-    ("evaluate/scorer.py", "elapsed"): "seconds since the start, for the display",
     ("moves/links.py", "_AT_ONCE"): "size of blocks, which results do not depend on",
     ("moves/links.py", "_parts"): "size of blocks, which results do not depend on",
 }
@@ -86,9 +87,13 @@ class Mutant:
         return f"{self.file}:{self.line}: {before}  ->  {after}"
 
 
-def list_mutants(folders: Sequence[str]) -> list[Mutant]:
-    """List all mutants of the planner's formulas, in the order of files and lines."""
-    files = (file for folder in folders for file in sorted((ROOT / SOURCES / folder).rglob("*.py")))
+def list_mutants(places: Sequence[str]) -> list[Mutant]:
+    """List all mutants of the formulas in these files and folders, in the order of files and lines."""
+    found = [ROOT / SOURCES / place for place in places]
+    for place in found:
+        if not place.exists():
+            sys.exit(f"{place} does not exist")
+    files = (file for place in found for file in (sorted(place.rglob("*.py")) if place.is_dir() else [place]))
     return [mutant for file in files for mutant in _list_in_file(file)]
 
 
@@ -271,7 +276,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--mutants", type=int, default=30, help="how many are drawn")
     parser.add_argument("--seed", type=int, default=0, help="which ones")
-    parser.add_argument("--under", nargs="+", default=FOLDERS, help=f"folders of {SOURCES}")
+    parser.add_argument("--under", nargs="+", default=PLACES, help=f"files and folders of {SOURCES}")
     parser.add_argument("--parallel", type=int, default=2, help="how many are tried at a time")
     parser.add_argument("--tests", nargs="+", default=[TESTS], help="files or folders of tests")
     parser.add_argument("--list", action="store_true", help="print the mutants that are drawn, and try none")
