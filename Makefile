@@ -12,7 +12,7 @@ GPU_TESTS := tests/gpu tests/engine/generation/test_shared_prompts.py tests/engi
 # One more than there are cores, at most 4: many tests wait for processes that wait for each other.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, (os.cpu_count() or 1) + 1))')
 
-.PHONY: demo demo-grpo plan-demo test lint format venv gpu-check gpu-bench bench clean
+.PHONY: demo demo-grpo plan-demo docs test lint format venv gpu-check gpu-bench bench clean
 
 demo: $(STAMP)  ## RLHF on real human ratings, end to end
 	$(BIN)/python demo/prepare.py
@@ -33,6 +33,9 @@ plan-demo: $(STAMP)  ## plans PPO for 70B and 8B models on 128 H100: tables, pla
 	mkdir -p runs/plan-demo
 	$(BIN)/realrl plan recipes/reference/ppo-70b.yaml --cluster h100:16x8 --out runs/plan-demo/plan.yaml \
 		--html runs/plan-demo/plan.html --trace runs/plan-demo/trace.json
+
+docs: $(STAMP)  ## the documentation as a site, in site/
+	$(BIN)/mkdocs build --strict
 
 test: lint  ## what CI runs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -74,4 +77,4 @@ $(STAMP): pyproject.toml
 
 clean:
 	find src -name "*.nb[ci]" -delete
-	rm -rf $(VENV) runs/demo runs/demo_grpo runs/plan-demo data/demo data/demo_grpo
+	rm -rf $(VENV) site runs/demo runs/demo_grpo runs/plan-demo data/demo data/demo_grpo
