@@ -66,7 +66,7 @@ if os.environ.get("RANK") is not None:
 
     if point is not None:
         from realrl.checkpoint import storage
-        from realrl.runtime import checkpointer
+        from realrl.runtime import checkpoint_writer
         from realrl.runtime.supervision.heartbeat import Activity
         from realrl.runtime.worker.roles import Roles
 
@@ -93,8 +93,8 @@ if os.environ.get("RANK") is not None:
             write(*arguments, copied=told, **named)
             passed("written")
         storage.write_state = write_state
-        between(checkpointer, "commit", "commit", "committed")
-        between(checkpointer, "prune", "prune", "pruned")
+        between(checkpoint_writer, "commit", "commit", "committed")
+        between(checkpoint_writer, "prune", "prune", "pruned")
         between(Roles, "save", "final", "saved")
 """
 """Code that every Python process of a run executes at its start (sitecustomize.py)."""

@@ -23,7 +23,7 @@ import torch
 import yaml
 from harness import Results, make_parser, realrl
 
-from realrl.algorithms.policy_training import LogprobsInference
+from realrl.algorithms.clipped_policy_loss import LogprobsInference
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling_noise import SamplingSeed

@@ -38,7 +38,7 @@ from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.memory.activations import kv_cache_bytes
-from realrl.planner.memory.memory_model import MemoryModel
+from realrl.planner.memory.call_memory import MemoryModel
 from realrl.planner.workload.flops import count_flops
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.planner.workload.workload import Workload

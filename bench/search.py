@@ -28,7 +28,7 @@ from realrl.families.sizes import SHAPES
 from realrl.plan.presets import make_plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
-from realrl.planner.memory.memory_model import MemoryModel
+from realrl.planner.memory.call_memory import MemoryModel
 from realrl.planner.search.many_plans import Timeline
 from realrl.planner.search.search import search_plans
 from realrl.planner.simulate.scenario import Scenario

@@ -45,7 +45,7 @@ TORCH_FREE_PACKAGES = {
     "config",
 }
 WITH_TORCH = re.compile(
-    r"realrl\.algorithms\.(build|guard|base\.(method|rows)|kl|\w+_loss|ppo_experience|policy_training"
+    r"realrl\.algorithms\.(build|guard|base\.(method|rows)|kl|\w+_loss|ppo_experience"
     r"|rewards\.(reward_methods|scorers))"
 )
 """Modules of algorithms that compute. All others describe, and import no torch."""
@@ -223,7 +223,7 @@ def test_modules_that_promise_it_load_no_torch() -> None:
 
 ASKS = {"realrl.recipe.algorithm"}
 """May ask of what class a recipe is: whether it is one at all."""
-SHARED = ("base", "build", "guard", "kl", "policy", "policy_training", "rewards")
+SHARED = ("base", "build", "guard", "kl", "policy", "clipped_policy", "rewards")
 """Parts that any algorithm may use."""
 STANDS_IN = "realrl.runtime.profiler.passes"
 """Measures any model with the methods of PPO."""

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from realrl.algorithms.clipped_policy_loss import compute_policy_loss
 from realrl.algorithms.kl import approximate_kl
-from realrl.algorithms.policy_training import compute_policy_loss
 from realrl.algorithms.ppo_loss import value_loss
 
 number = st.floats(-3, 3, width=32)

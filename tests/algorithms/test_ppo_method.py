@@ -17,8 +17,8 @@ from ppo_reference import (
 )
 
 from realrl.algorithms.base.method import Metrics
+from realrl.algorithms.clipped_policy_loss import RefInference
 from realrl.algorithms.policy import make_eval_graph
-from realrl.algorithms.policy_training import RefInference
 from realrl.algorithms.ppo import PPOConfig, train_graph
 from realrl.algorithms.ppo_loss import ActorTrain, CriticInference, CriticTrain, PPOAlgorithm
 from realrl.algorithms.rewards.reward_methods import RewardInference

@@ -16,7 +16,7 @@ from ppo_reference import (
 )
 
 from realrl.algorithms.base.method import ModelOutput
-from realrl.algorithms.policy_training import RefInference
+from realrl.algorithms.clipped_policy_loss import RefInference
 from realrl.algorithms.ppo import PPOConfig
 from realrl.algorithms.ppo_loss import ActorTrain, CriticTrain
 from realrl.algorithms.rewards.reward_methods import RewardInference, ScoreOptions

@@ -5,9 +5,9 @@ import pytest
 import torch
 from ppo_reference import alone, mean_and_std, on_ranks
 
+from realrl.algorithms.clipped_policy_loss import global_moments, whiten
 from realrl.algorithms.kl import KLController, token_kl
 from realrl.algorithms.policy import KLConfig
-from realrl.algorithms.policy_training import global_moments, whiten
 from realrl.algorithms.ppo_experience import ReturnScale
 
 

@@ -22,7 +22,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from realrl.data.conversation import ChatTemplate, Conversation, Message
+from realrl.data.chat_template import ChatTemplate, Conversation, Message
 from realrl.data.dataset import Dataset
 from realrl.data.record_forms import Text
 from realrl.data.tokenization import Row, tokenize

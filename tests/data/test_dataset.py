@@ -5,7 +5,7 @@ import torch
 
 from realrl.config.errors import UserError
 from realrl.data import items
-from realrl.data.conversation import ChatTemplate
+from realrl.data.chat_template import ChatTemplate
 from realrl.data.dataset import Dataset
 from realrl.data.record_forms import READERS, Reader, further_fields
 from realrl.data.rejects import BadRecordError

@@ -163,7 +163,7 @@ def test_a_mistake_in_a_family_is_one_error_message(
     recipes: dict[str, Path], family: str, change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = tmp_path / "broken.py"
-    more = "from dataclasses import replace\nfrom realrl.families.decoder import decoder_tensors\n"
+    more = "from dataclasses import replace\nfrom realrl.families.decoder_tensors import decoder_tensors\n"
     broken.write_text(f"{Path(family).read_text()}\n{more}\nFAMILY = replace(FAMILY, {change})\n")
     model = (f"models.actor.path={finished(recipes['tensor'])}", "models.actor.shape=null")
     assert run_app(["show", str(recipes["alone"]), *model, f"models.actor.family={broken}"]) == 2

@@ -12,7 +12,7 @@ from realrl.engine.buffers import FlatBuffer
 from realrl.families.adapters import ADAPTERS, LowRank
 from realrl.families.registry import model_tensors
 from realrl.families.tensors import TensorSpec
-from realrl.huggingface.stored import join_tensors
+from realrl.huggingface.tensor_conversion import join_tensors
 from realrl.layout.shard import Shard
 from realrl.model.group import make_single_rank_group
 from realrl.model.packing import Packing

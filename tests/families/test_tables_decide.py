@@ -25,7 +25,7 @@ SIZES = {
 }
 FILE = """
 from dataclasses import replace
-from realrl.families.decoder import decoder_tensors
+from realrl.families.decoder_tensors import decoder_tensors
 from realrl.families.shape import LayerOptions
 from realrl.families.registry import find_family
 

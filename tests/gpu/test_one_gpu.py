@@ -16,7 +16,7 @@ from realrl.families.shape import Head, ModelShape
 from realrl.huggingface.initial_weights import initialise
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.cluster.cluster_spec import ClusterSpec
-from realrl.planner.memory.memory_model import MemoryModel
+from realrl.planner.memory.call_memory import MemoryModel
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel
 from realrl.recipe.generation import GenerationConfig

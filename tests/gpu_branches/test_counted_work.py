@@ -18,7 +18,7 @@ from realrl.engine.model import Model, make_unsharded_model
 from realrl.families.shape import Mixture, ModelShape
 from realrl.layout.kv_blocks import CacheSize
 from realrl.model.attention import varlen_attention
-from realrl.model.cache import PagedCache
+from realrl.model.kv_cache import PagedCache
 from realrl.model.packing import Packing
 from realrl.model.routing import LIKELIEST
 from realrl.model.tensor_parallel import TensorParallel

@@ -20,7 +20,7 @@ from realrl.huggingface import (
     model_files,
     shards,
 )
-from realrl.huggingface.stored import Weights, read_parts
+from realrl.huggingface.tensor_conversion import Weights, read_parts
 from realrl.layout.layout import build_layout
 from realrl.plan.placement import Mesh, Placement, Strategy
 from tests.model.small_models import SHAPES
@@ -85,7 +85,7 @@ def test_a_rank_asks_for_each_element_of_its_regions_once_and_for_no_other(
     files = [file.name for file in tmp_path.glob("*.safetensors")]
     assert len(files) > 3
     open_file = headers.open_file
-    monkeypatch.setattr("realrl.huggingface.stored.PART_ELEMENTS", 200)
+    monkeypatch.setattr("realrl.huggingface.tensor_conversion.PART_ELEMENTS", 200)
     for tp, pp in CUTS:
         layout = build_layout(shape, "lm", Placement(Mesh(0, tp * pp), Strategy(tp=tp, pp=pp)))
         for rank in range(tp * pp):

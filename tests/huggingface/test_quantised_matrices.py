@@ -21,7 +21,7 @@ from realrl.families.shape import ModelShape
 from realrl.families.tensors import Quantisation, TensorSpec
 from realrl.huggingface import model_files
 from realrl.huggingface.initial_weights import initialise
-from realrl.huggingface.stored import Weights, write_quantised
+from realrl.huggingface.tensor_conversion import Weights, write_quantised
 from realrl.layout.layout import build_layout
 from realrl.layout.region import Region
 from realrl.layout.sets import BASE, QUANTISED, TrainablePart, build_parameter_sets
@@ -118,7 +118,7 @@ def test_matrices_are_quantised_by_rows_and_all_else_is_not(
 ) -> None:
     path = save(tmp_path, name)
     plain = read(path, SHAPES[name])
-    monkeypatch.setattr("realrl.huggingface.stored.PART_ELEMENTS", 200)
+    monkeypatch.setattr("realrl.huggingface.tensor_conversion.PART_ELEMENTS", 200)
     model = read(path, quantised(name, kind))
     for spec in plain.layout.specs:
         values = plain.parameters[spec.name]
@@ -140,7 +140,7 @@ def test_nothing_larger_than_a_part_is_held_in_a_wide_type_while_reading(
 ) -> None:
     path, shape = save(tmp_path, name), quantised(name, kind)
     part = 4 * max(shape.hidden_size, shape.intermediate_size)
-    monkeypatch.setattr("realrl.huggingface.stored.PART_ELEMENTS", part)
+    monkeypatch.setattr("realrl.huggingface.tensor_conversion.PART_ELEMENTS", part)
     model = make_unsharded_model(shape, "lm", dtype=torch.float32, device=CPU)
     with Allocations() as made:
         model_files.load(path, shape, model.layout.specs, model.parameters)
@@ -170,7 +170,7 @@ def test_every_layout_holds_the_same_bytes(
 ) -> None:
     """Read from files in small parts, or made anew."""
     path, shape = save(tmp_path, name), quantised(name, kind)
-    monkeypatch.setattr("realrl.huggingface.stored.PART_ELEMENTS", 200)
+    monkeypatch.setattr("realrl.huggingface.tensor_conversion.PART_ELEMENTS", 200)
 
     def fill(
         tensors: Sequence[TensorSpec], into: Weights, regions: Mapping[str, Region] | None = None

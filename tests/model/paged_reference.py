@@ -7,7 +7,7 @@ from torch import Tensor
 
 from realrl.layout.kv_blocks import BLOCK_TOKENS, CacheSize, count_blocks
 from realrl.model.attention_rule import CAUSAL, AttentionRule
-from realrl.model.cache import PagedCache
+from realrl.model.kv_cache import PagedCache
 from realrl.model.paged_attention import CachedRows
 
 

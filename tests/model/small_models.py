@@ -19,7 +19,7 @@ from realrl.families.config_json import shape_to_hf
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, LayerOptions, Mixture, ModelShape, RopeScaling
 from realrl.families.tensors import Init, TensorSpec
-from realrl.huggingface.stored import join_tensors, read_parts
+from realrl.huggingface.tensor_conversion import join_tensors, read_parts
 from realrl.layout.shard import Shard
 from realrl.model.group import make_single_rank_group
 from realrl.model.transformer import Transformer

@@ -8,7 +8,7 @@ from small_models import pack, random_rows
 
 from realrl.families.shape import ModelShape
 from realrl.layout.kv_blocks import BLOCK_TOKENS, CacheSize
-from realrl.model.cache import PagedCache
+from realrl.model.kv_cache import PagedCache
 from realrl.model.packing import Packing
 from realrl.model.paged_attention import CachedRows, CachePlaces
 

@@ -323,7 +323,7 @@ def check_exact_attention(
 ) -> dict[str, Any]:
     """Check that prefill and decoding of the same rows give the same bits."""
     from realrl.layout.kv_blocks import CacheSize
-    from realrl.model.cache import PagedCache
+    from realrl.model.kv_cache import PagedCache
     from realrl.model.paged_attention import CachedRows, CachePlaces
 
     lengths = small((1, 17, 130, 333), (1, 5, 18))

@@ -16,6 +16,7 @@ from realrl.algorithms.base.method import (
     Sum,
 )
 from realrl.algorithms.base.rows import Responses, add_answer_means
+from realrl.algorithms.clipped_policy_loss import LogprobsInference, PolicyTrain
 from realrl.algorithms.distillation import (
     DIVERGENCE,
     DRAWN,
@@ -27,7 +28,6 @@ from realrl.algorithms.distillation import (
     OfflineDistillationExperiment,
 )
 from realrl.algorithms.kl import MAX_LOG_RATIO
-from realrl.algorithms.policy_training import LogprobsInference, PolicyTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import get_eval_generation

@@ -8,9 +8,9 @@ from torch import Tensor
 from realrl.algorithms.base.method import Metrics, ModelOutput, PlainTrain, StatelessAlgorithm, Sum
 from realrl.algorithms.base.rows import Responses, add_answer_means, gather_samples
 from realrl.algorithms.base.scoring import UnscoredError
+from realrl.algorithms.clipped_policy_loss import make_sampling_methods
 from realrl.algorithms.expert_iteration import ExpertIterationConfig, ExpertIterationExperiment
 from realrl.algorithms.kl import sequence_kl
-from realrl.algorithms.policy_training import make_sampling_methods
 from realrl.algorithms.rewards.config import may_skip
 from realrl.data.batch import Batch, Ragged, copy_numbers
 from realrl.dataflow.graph import DataflowGraph

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from realrl.algorithms.base.method import Method, Metrics, ModelOutput, PlainTrain, StatelessAlgorithm, Sum
 from realrl.algorithms.base.rows import Responses, interleave, rate_order
+from realrl.algorithms.clipped_policy_loss import global_moments
 from realrl.algorithms.kto import LOGPS, KTOConfig, KTOExperiment
-from realrl.algorithms.policy_training import global_moments
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.graph import DataflowGraph
 

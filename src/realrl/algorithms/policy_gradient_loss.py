@@ -8,9 +8,7 @@ from torch import Tensor
 from realrl.algorithms.base.method import GenerateMethod, Metrics, ModelOutput, StatelessAlgorithm, Sum
 from realrl.algorithms.base.rows import Responses, add_answer_means, gather_samples
 from realrl.algorithms.base.scoring import UnscoredError
-from realrl.algorithms.kl import MAX_LOG_RATIO, KLController, estimate_kl, sequence_kl
-from realrl.algorithms.policy_gradient import GREEDY, PolicyGradientConfig, PolicyGradientExperiment
-from realrl.algorithms.policy_training import (
+from realrl.algorithms.clipped_policy_loss import (
     LogprobsInference,
     PolicyTrain,
     compute_policy_loss,
@@ -18,6 +16,8 @@ from realrl.algorithms.policy_training import (
     make_sampling_methods,
     whiten,
 )
+from realrl.algorithms.kl import MAX_LOG_RATIO, KLController, estimate_kl, sequence_kl
+from realrl.algorithms.policy_gradient import GREEDY, PolicyGradientConfig, PolicyGradientExperiment
 from realrl.algorithms.rewards.config import may_skip
 from realrl.algorithms.rewards.reward_methods import make_reward_methods
 from realrl.data.batch import Batch, Ragged, copy_numbers

@@ -9,8 +9,8 @@ from torch import Tensor
 from realrl.algorithms.base.method import Sum
 from realrl.algorithms.base.rows import Responses, last_of_rows
 from realrl.algorithms.base.scoring import UnscoredError
+from realrl.algorithms.clipped_policy_loss import Moments, global_moments
 from realrl.algorithms.kl import KLController, token_kl
-from realrl.algorithms.policy_training import Moments, global_moments
 from realrl.algorithms.ppo import PPOConfig
 from realrl.data.batch import Batch, Ragged
 

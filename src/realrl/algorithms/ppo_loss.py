@@ -16,7 +16,7 @@ from realrl.algorithms.base.method import (
     Sum,
 )
 from realrl.algorithms.base.rows import Responses, add_answer_means
-from realrl.algorithms.policy_training import (
+from realrl.algorithms.clipped_policy_loss import (
     OnSequences,
     PolicyTrain,
     global_moments,

@@ -232,7 +232,7 @@ class Session:
 
     def _read(self, form: str, record: dict[str, Any], name: str) -> tuple[list[int], int]:
         """Tokenize a record. Returns the tokens, and the number of prompt tokens."""
-        from realrl.data.conversation import ChatTemplate
+        from realrl.data.chat_template import ChatTemplate
         from realrl.data.record_forms import Reader
         from realrl.data.rejects import BadRecordError
         from realrl.data.tokenization import tokenize

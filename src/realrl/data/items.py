@@ -8,7 +8,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from realrl.config.errors import UserError
-from realrl.data.conversation import ChatTemplate, Conversation
+from realrl.data.chat_template import ChatTemplate, Conversation
 from realrl.data.record_forms import Item, Reader, drops_nulls, further_fields, is_plain_text, plain_text_note
 from realrl.data.records import RecordReader, read_records
 from realrl.data.rejects import BadRecordError, Rejects

@@ -32,7 +32,7 @@ from zlib import crc32
 
 from realrl.config.errors import UserError
 from realrl.config.explain import nearest
-from realrl.data.conversation import ChatTemplate, Conversation, Message
+from realrl.data.chat_template import ChatTemplate, Conversation, Message
 from realrl.data.order import permute
 from realrl.data.rejects import BadRecordError
 from realrl.data.tools import drop_nulls, read_calls, read_template_options

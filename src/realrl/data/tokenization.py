@@ -22,7 +22,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from realrl.config.errors import UserError
-from realrl.data.conversation import Conversation, Turn
+from realrl.data.chat_template import Conversation, Turn
 from realrl.data.record_forms import Steps, Text
 from realrl.recipe.data import DataConfig
 

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 from realrl.config.lazy import reexport
 
 if TYPE_CHECKING:
-    from realrl.families.decoder import LLAMA_NAMES as LLAMA_NAMES
-    from realrl.families.decoder import Names as Names
-    from realrl.families.decoder import decoder_tensors as decoder_tensors
-    from realrl.families.decoder import named_decoder as named_decoder
+    from realrl.families.decoder_tensors import LLAMA_NAMES as LLAMA_NAMES
+    from realrl.families.decoder_tensors import Names as Names
+    from realrl.families.decoder_tensors import decoder_tensors as decoder_tensors
+    from realrl.families.decoder_tensors import named_decoder as named_decoder
     from realrl.families.family import Family as Family
     from realrl.families.settings import ConfigReader as ConfigReader
     from realrl.families.settings import read_activation as read_activation

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from realrl.config.errors import DescriptionError
-from realrl.families.decoder import decoder_tensors
+from realrl.families.decoder_tensors import decoder_tensors
 from realrl.families.settings import ConfigReader
 from realrl.families.shape import Head, LayerOptions, Mixture, ModelShape
 from realrl.families.tensors import Parameter, TensorSpec

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from realrl.families.shape import ModelShape
 from realrl.families.tensors import Init, TensorSpec
-from realrl.huggingface.stored import Weights, write_quantised
+from realrl.huggingface.tensor_conversion import Weights, write_quantised
 from realrl.layout.region import Region
 
 

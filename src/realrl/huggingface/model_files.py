@@ -42,7 +42,7 @@ from realrl.huggingface.headers import (
     stored_rows,
 )
 from realrl.huggingface.shards import Portion, join_portions, list_portions, list_shards, write_file
-from realrl.huggingface.stored import (
+from realrl.huggingface.tensor_conversion import (
     Weights,
     join_tensors,
     read_grown,

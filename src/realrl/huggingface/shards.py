@@ -17,7 +17,7 @@ from realrl.config.files import write_all
 from realrl.engine.finite import NotFiniteError, all_finite
 from realrl.engine.offload import view_bytes
 from realrl.families.tensors import TensorSpec
-from realrl.huggingface.stored import Weights, group_by_file_tensor, group_by_number, join_tensors
+from realrl.huggingface.tensor_conversion import Weights, group_by_file_tensor, group_by_number, join_tensors
 from realrl.layout.local_tensors import LocalTensor
 from realrl.layout.region import Region
 

@@ -15,10 +15,10 @@ from realrl.layout.kv_blocks import CacheSize
 from realrl.layout.shard import Shard
 from realrl.model.arithmetic.autograd import apply_function
 from realrl.model.attention_rule import CAUSAL, AttentionRule
-from realrl.model.cache import PagedCache
 from realrl.model.cpu.sequence_attention import attend_backward, attend_forward
 from realrl.model.gpu.path import has_flash_attention, on_gpu
 from realrl.model.gpu.scored_attention import ScoredAttention
+from realrl.model.kv_cache import PagedCache
 from realrl.model.packing import Packing, PaddedHeads
 from realrl.model.paged_attention import attend_to_runs, count_run_rows
 

@@ -17,8 +17,8 @@ from realrl.model.arithmetic.autograd import checkpoint_activations
 from realrl.model.arithmetic.ops import PLAIN, Products, embed, linear
 from realrl.model.attention import find_repeated_heads, split_heads, varlen_attention
 from realrl.model.attention_rule import AttentionRule
-from realrl.model.cache import PagedCache
 from realrl.model.group import Group
+from realrl.model.kv_cache import PagedCache
 from realrl.model.layer import Layer, Norm, RotaryTables
 from realrl.model.logprobs import cap_logits, compute_token_logprobs, find_likeliest_tokens
 from realrl.model.matrices import DecodeWeights, Matrices

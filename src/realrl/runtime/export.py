@@ -23,7 +23,7 @@ from realrl.families.shape import Head
 from realrl.huggingface import model_files
 from realrl.huggingface.directory import find_base, find_model_shape, read_origin
 from realrl.huggingface.shards import Portion, list_portions, take_whole
-from realrl.huggingface.stored import Weights
+from realrl.huggingface.tensor_conversion import Weights
 from realrl.plan.placement import DTYPES
 from realrl.program.lower import WRITER
 from realrl.recipe.load import load_experiment

@@ -22,7 +22,7 @@ from realrl.dataflow.call import Kind
 from realrl.program.lower import WRITER
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.training import SpikeConfig
-from realrl.runtime.checkpointer import Checkpointer
+from realrl.runtime.checkpoint_writer import Checkpointer
 from realrl.runtime.evaluation.training import BestEvaluation
 from realrl.runtime.output.notes import StepNotes
 from realrl.runtime.output.rundir import RunDirectory

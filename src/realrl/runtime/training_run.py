@@ -27,7 +27,7 @@ from realrl.planner.report.comparison import COSTS, Comparison
 from realrl.planner.simulate.predicted_trace import predict_step
 from realrl.program.lower import WRITER
 from realrl.program.trace_file import TRACE, TRACES, write_trace
-from realrl.runtime.checkpointer import Checkpointer
+from realrl.runtime.checkpoint_writer import Checkpointer
 from realrl.runtime.costs import Costs
 from realrl.runtime.evaluation.training import TrainingEvaluations
 from realrl.runtime.export import ModelSaver

@@ -25,7 +25,7 @@ from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
-from realrl.planner.memory.memory_model import MemoryModel
+from realrl.planner.memory.call_memory import MemoryModel
 from realrl.planner.report.make import compare_contenders
 from realrl.planner.report.report import CHOSEN, Alternative, PlanReport, Preset, SizeReport
 from realrl.planner.simulate.estimate import Estimate

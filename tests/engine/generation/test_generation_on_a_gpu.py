@@ -19,7 +19,7 @@ from realrl.engine.model import Model, make_unsharded_model
 from realrl.families.shape import Mixture, ModelShape
 from realrl.layout.kv_blocks import GPU_STEPS, MAX_DECODE_ROWS, CacheSize, pad_rows
 from realrl.model.arithmetic import grouped
-from realrl.model.cache import PagedCache
+from realrl.model.kv_cache import PagedCache
 from realrl.model.matrices import DecodeWeights
 from realrl.recipe.generation import GenerationConfig
 from tests.engine.generation.test_shared_prompts import assert_same, draw, make_items, make_model

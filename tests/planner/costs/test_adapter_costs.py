@@ -12,7 +12,7 @@ from realrl.families.sizes import SHAPES
 from realrl.layout.sets import TrainablePart
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
-from realrl.planner.memory.memory_model import MemoryModel
+from realrl.planner.memory.call_memory import MemoryModel
 from realrl.planner.workload.flops import count_pass_flops
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel

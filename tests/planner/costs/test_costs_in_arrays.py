@@ -16,7 +16,7 @@ from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.cost.network import Network
-from realrl.planner.memory.memory_model import MemoryModel
+from realrl.planner.memory.call_memory import MemoryModel
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.ways import list_ways
 from realrl.planner.workload.strategies import Strategies

@@ -11,9 +11,9 @@ from realrl.layout.sets import WHOLE, TrainablePart
 from realrl.plan.placement import Dtype, Mesh, Placement, Strategy
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.memory.activations import kv_cache_bytes
+from realrl.planner.memory.call_memory import MemoryModel, MemoryNeed
 from realrl.planner.memory.gathered import GatheredMemory
 from realrl.planner.memory.logits import Logits
-from realrl.planner.memory.memory_model import MemoryModel, MemoryNeed
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.planner.workload.strategies import Strategies
 from tests.planner.problems import GROUPED, KINDS, LARGE, NODES, SMALL, STEP, call, place, recomputing, stored

@@ -11,10 +11,10 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.dataflow.replay import add_router_replay
 from realrl.families.shape import Mixture
 from realrl.layout.kv_blocks import size_cache
-from realrl.model.cache import PagedCache
+from realrl.model.kv_cache import PagedCache
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.cluster.cluster_spec import ClusterSpec
-from realrl.planner.memory.memory_model import MemoryModel
+from realrl.planner.memory.call_memory import MemoryModel
 from realrl.planner.moves.exchange import count_exchanged_bytes
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel

@@ -9,7 +9,7 @@ from realrl.config.errors import UserError
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.devices import DEVICES, DeviceKind, compute_thread_speedup
-from realrl.planner.memory.memory_model import MemoryModel
+from realrl.planner.memory.call_memory import MemoryModel
 from realrl.planner.operators.tables import place_collective, place_decode, place_prefill, place_product
 from realrl.planner.profile.profile import Profile
 from realrl.planner.workload.strategies import Strategies

@@ -10,7 +10,7 @@ from realrl.families.built_in.llama import LLAMA4_MIXTURE
 from realrl.families.shape import Head, Mixture, ModelShape
 from realrl.layout.sets import WHOLE, TrainablePart
 from realrl.planner.cluster.cluster_spec import ClusterSpec
-from realrl.planner.memory.memory_model import MemoryModel
+from realrl.planner.memory.call_memory import MemoryModel
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel
 from tests.forked import run_forked

@@ -10,7 +10,7 @@ from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh
 from realrl.planner.cluster.cluster_spec import ClusterSpec, Site
 from realrl.planner.cluster.devices import DEVICES, find_gpu_kind
-from realrl.planner.memory.memory_model import PROCESS_BYTES, MemoryModel
+from realrl.planner.memory.call_memory import PROCESS_BYTES, MemoryModel
 from realrl.planner.space.build import list_meshes
 from tests.plan.meshes import list_tidy
 

@@ -19,7 +19,7 @@ from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, make_plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
-from realrl.planner.memory.memory_model import MemoryModel
+from realrl.planner.memory.call_memory import MemoryModel
 from realrl.planner.profile.profile import FunctionTime, Profile
 from realrl.planner.search.many_plans import Timeline
 from realrl.planner.simulate.estimator import estimate_plan

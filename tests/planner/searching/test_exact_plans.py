@@ -10,7 +10,7 @@ from realrl.families.sizes import SHAPES
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
-from realrl.planner.memory.memory_model import MemoryModel
+from realrl.planner.memory.call_memory import MemoryModel
 from realrl.planner.search.plan_search import make_preset_plans
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import build_problem

@@ -14,7 +14,7 @@ from realrl.plan.plan import Plan
 from realrl.plan.presets import make_plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
-from realrl.planner.memory.memory_model import MemoryModel
+from realrl.planner.memory.call_memory import MemoryModel
 from realrl.planner.report.make import make_report
 from realrl.planner.report.report import PlanReport, SizeReport
 from realrl.planner.report.to_json import report_to_json

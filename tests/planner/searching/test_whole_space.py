@@ -10,7 +10,7 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.families.sizes import SHAPES
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
-from realrl.planner.memory.memory_model import MemoryModel
+from realrl.planner.memory.call_memory import MemoryModel
 from realrl.planner.search.bound import Bound
 from realrl.planner.search.many_plans import Timeline
 from realrl.planner.search.search import SearchBudget, prune_candidates, search_plans, select_core

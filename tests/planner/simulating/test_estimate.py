@@ -17,7 +17,7 @@ from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, make_plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
-from realrl.planner.memory.memory_model import MemoryModel
+from realrl.planner.memory.call_memory import MemoryModel
 from realrl.planner.simulate.durations import Durations
 from realrl.planner.simulate.estimate import Estimate, MemoryPart, PartKind
 from realrl.planner.simulate.estimator import estimate_plan

@@ -21,7 +21,7 @@ from realrl.layout.sets import BASE, QUANTISED, TUNED, TrainablePart
 from realrl.plan.placement import Dtype, Mesh, Placement, Strategy
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
-from realrl.planner.memory.memory_model import MemoryModel
+from realrl.planner.memory.call_memory import MemoryModel
 from realrl.planner.workload.strategies import Strategies
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import HeldState, Memory, StoredModel

@@ -32,7 +32,7 @@ from realrl.config.errors import join
 from realrl.config.files import write_whole
 from realrl.config.values import format_bytes
 from realrl.plan.plan import Plan
-from realrl.planner.memory.memory_model import FRAGMENTATION
+from realrl.planner.memory.call_memory import FRAGMENTATION
 from realrl.planner.report.report import describe_gap
 from realrl.planner.report.shortage_text import describe_misfit
 from realrl.planner.simulate.estimate import LEVEL

@@ -10,7 +10,7 @@ from realrl.engine.generation.row_buffers import RowBuffers
 from realrl.engine.generation.sampler import Sampler
 from realrl.engine.model import Model
 from realrl.layout.kv_blocks import CacheSize, count_steps_per_look, pad_rows
-from realrl.model.cache import PagedCache
+from realrl.model.kv_cache import PagedCache
 from realrl.model.matrices import DecodeWeights
 from realrl.recipe.generation import GenerationConfig
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from realrl.engine.generation.row_buffers import BufferedRows
 from realrl.engine.generation.sampler import Sampler
 from realrl.engine.model import Model
-from realrl.model.cache import PagedCache
+from realrl.model.kv_cache import PagedCache
 from realrl.model.matrices import DecodeWeights
 
 

@@ -10,7 +10,7 @@ from realrl.families.built_in.parts import (
     flag,
     one_window,
 )
-from realrl.families.decoder import Names, named_decoder
+from realrl.families.decoder_tensors import Names, named_decoder
 from realrl.families.settings import ConfigReader, read_sizes, write_partial_rotary, write_sizes
 from realrl.families.shape import LayerOptions, ModelShape
 

@@ -11,7 +11,7 @@ from realrl.families.built_in.parts import (
     fixed,
     sizes,
 )
-from realrl.families.decoder import Names, named_decoder
+from realrl.families.decoder_tensors import Names, named_decoder
 from realrl.families.settings import (
     FULL,
     ROUTER_LOSS,

@@ -1,7 +1,7 @@
 """Mistral and Mistral Nemo, Ministral and Mixtral."""
 
 from realrl.families.built_in.parts import activation, describe, fixed, mixture, one_window, sizes, windows
-from realrl.families.decoder import Names, named_decoder
+from realrl.families.decoder_tensors import Names, named_decoder
 from realrl.families.settings import ROUTER_LOSS
 
 _DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072}

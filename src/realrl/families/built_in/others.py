@@ -16,7 +16,7 @@ from realrl.families.built_in.parts import (
     sizes,
     windows,
 )
-from realrl.families.decoder import Names, named_decoder
+from realrl.families.decoder_tensors import Names, named_decoder
 from realrl.families.settings import (
     ConfigReader,
     read_unrotated,

@@ -9,7 +9,7 @@ from realrl.plan.placement import Placement
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.failures import Failures
 from realrl.planner.cost.cost_model import CallCost, CostModel
-from realrl.planner.memory.memory_model import MemoryModel
+from realrl.planner.memory.call_memory import MemoryModel
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel
 from realrl.program.order import TrainableParts

@@ -10,7 +10,7 @@ import torch
 from realrl.config.errors import UserError
 from realrl.config.explain import shorten
 from realrl.config.json_file import to_json
-from realrl.data.conversation import ChatTemplate, Conversation, Message
+from realrl.data.chat_template import ChatTemplate, Conversation, Message
 from realrl.data.record_forms import Reader, Steps, Text
 from realrl.data.records import Record, read_records
 from realrl.data.rejects import BadRecordError, Rejects

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from realrl.dataflow.call import Call
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
-from realrl.planner.memory.memory_model import MemoryModel
+from realrl.planner.memory.call_memory import MemoryModel
 from realrl.planner.profile.profile import Profile
 from realrl.planner.report.comparison import (
     CallCosts,

@@ -7,7 +7,7 @@ from realrl.config.values import parse_bytes
 from realrl.plan.cluster import Cluster
 from realrl.planner.cluster.cluster_spec import ClusterSpec, NodeGroup
 from realrl.planner.cluster.devices import DEVICES, DeviceKind, find_gpu_kind
-from realrl.planner.memory.memory_model import MemoryModel
+from realrl.planner.memory.call_memory import MemoryModel
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.prepare.cluster import named_cluster
 from realrl.runtime.prepare.gpu import NO_GPU, Gpu, Here

@@ -9,7 +9,7 @@ from realrl.algorithms.build import build_algorithm
 from realrl.algorithms.rewards.scorers import Judge, load_judge
 from realrl.config.errors import UserError
 from realrl.config.explain import brief
-from realrl.data.conversation import ChatTemplate
+from realrl.data.chat_template import ChatTemplate
 from realrl.data.dataset import Dataset
 from realrl.data.records import RecordReader, read_records
 from realrl.data.tokenization import check_tokenizer

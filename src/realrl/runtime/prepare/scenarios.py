@@ -11,7 +11,7 @@ from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, SEARCH, load_plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
-from realrl.planner.memory.memory_model import MemoryModel
+from realrl.planner.memory.call_memory import MemoryModel
 from realrl.planner.profile.profile import Profile
 from realrl.planner.search.plan_search import UserConstraints
 from realrl.planner.simulate.scenario import Scenario

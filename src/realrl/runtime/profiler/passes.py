@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from realrl.algorithms.base.method import InferenceMethod, Metrics, TrainMethod
-from realrl.algorithms.policy_training import RefInference
+from realrl.algorithms.clipped_policy_loss import RefInference
 from realrl.algorithms.ppo import PPOConfig
 from realrl.algorithms.ppo_loss import ActorTrain, CriticInference, CriticTrain
 from realrl.data.batch import Batch, Ragged
