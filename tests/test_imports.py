@@ -14,9 +14,9 @@ import pytest
 
 SOURCES = Path(__file__).parents[1] / "src" / "realrl"
 PACKAGES = (
-    "testing",
     "api",
     "cli",
+    "testing",
     "runtime",
     "checkpoint",
     "huggingface",

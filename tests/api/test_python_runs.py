@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import realrl
 from realrl.cli.app import run_app
 from realrl.recipe.registry import list_algorithms
 from tests.conftest import World
+from tests.runtime.processes import PATIENCE, heed_interrupts, until
 
 SHORT: dict[str, Any] = {"training__steps": 2, "data__batch": 8}
 
@@ -62,6 +62,29 @@ def test_a_finished_run_is_returned_and_an_unfinished_one_resumes(
     again = start().train()
     assert repr(again) == repr(run) and "already finished" in capsys.readouterr().err
     assert "<table>" in again._repr_html_() and list(again.frame["step"]) == [1, 2]
+
+
+@pytest.mark.parametrize("cluster", ["1x1", "1x2"])
+def test_a_callback_scales_the_learning_rate_and_checkpoints_keep_it(
+    cluster: str, world: World, tmp_path: Path
+) -> None:
+    def halve(step: realrl.Step) -> None:
+        if step.step == 1:
+            step.scale_learning_rate(0.5)
+        if step.step == 3 and step.steps == 5:
+            step.stop()
+
+    def start(**more: Any) -> realrl.Run:
+        return realrl.SFT(
+            model=world.actor, data=str(world.root / "sft.jsonl"), batch=8, lr=1e-3, schedule="constant",
+            run_dir=str(tmp_path / "run"), device="cpu", cluster=cluster, **{"checkpoint.every": 1}, **more,
+        ).train()  # fmt: skip
+
+    start(steps=5, callbacks=halve)
+    later = 2 if cluster == "1x1" else 3
+    rates = [row["actor.train/learning_rate"] for row in start(steps=6, resume="changed").metrics]
+    assert len(rates) == 6
+    assert rates == pytest.approx([1e-3 if step < later else 5e-4 for step in range(1, 7)])
 
 
 def test_callbacks_see_steps_and_evaluations(world: World, tmp_path: Path) -> None:
@@ -178,13 +201,15 @@ def test_ctrl_c_saves_and_the_same_process_can_train_again(
         "    raise\n"
     )
     process = subprocess.Popen(
-        [sys.executable, str(file)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
-    )
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not (run / "metrics.jsonl").exists():
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
+        [sys.executable, str(file)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+        preexec_fn=heed_interrupts,
+    )  # fmt: skip
+    try:
+        until((run / "metrics.jsonl").exists)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
     assert process.returncode == -signal.SIGINT
     assert re.search(r"^STOPPED interrupted after step \d+ of 100000; saved: ", out, re.MULTILINE), err
     assert re.search(r"^Run\(.* steps, finished\)$", out, re.MULTILINE)

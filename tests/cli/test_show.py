@@ -84,7 +84,7 @@ def test_bytes_between_devices_and_between_nodes(capsys: pytest.CaptureFixture[s
 
 def test_a_preset_is_explained_with_its_source(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, "cluster=1x4", "--plan", "interleave")
-    assert "interleave: Generation and training on all devices; inference calls" in text
+    assert "interleave: Generation and training run on all devices. Inference calls" in text
     assert "arXiv 2312.11819" in text
 
 

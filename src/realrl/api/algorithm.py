@@ -144,6 +144,35 @@ class Algorithm:
         return Planned(report, source)
 
     @plain_errors
+    def check(self) -> bool:
+        """Check that loss, rewards and state do not depend on the plan, and print the findings (docs/check.md).
+
+        Returns whether all is well. Raises UserError for a mistake in the recipe.
+        """
+        import subprocess
+        from tempfile import TemporaryDirectory
+
+        from realrl.runtime.processes.environment import OBJECTS_VARIABLE
+
+        with TemporaryDirectory(prefix="realrl-check-") as directory:
+            recipe, functions = Path(directory, "recipe.yaml"), Path(directory, "objects")
+            recipe.write_text(dump_experiment(self.experiment, secrets=True), encoding="utf-8")
+            functions.write_bytes(pack_objects(find_objects(self.experiment.model_dump(mode="json"))))
+            # A process of its own, since the processes of a check would run a script without a guard again.
+            checking = subprocess.Popen(
+                [sys.executable, "-m", "realrl", "check", str(recipe)],
+                env={**os.environ, OBJECTS_VARIABLE: str(functions)},
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )  # fmt: skip
+            assert checking.stdout is not None, "it is a pipe"
+            line = ""
+            for line in checking.stdout:
+                print(line, end="")
+            if checking.wait() not in (0, 1):
+                raise UserError(line.strip().removeprefix("error: "))
+        return checking.returncode == 0
+
+    @plain_errors
     def show(self) -> None:
         """Print the recipe with every default, its dataflow graphs and its plan."""
         from realrl.cli.show import show_experiment

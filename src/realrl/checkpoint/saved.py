@@ -156,6 +156,8 @@ class RunState:
     """Number of times that training has gone back to a checkpoint after a spike."""
     notes: Mapping[str, Any] = field(default_factory=dict)
     """State that determines which notes a resumed run still prints, see `StepNotes.state_dict`."""
+    rate_factor: float = 1.0
+    """Factor of the learning rates, which callbacks may change."""
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values."""

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from realrl import __version__
+from realrl.cli.check import check
 from realrl.cli.config import config
 from realrl.cli.data import data
 from realrl.cli.doctor import doctor
@@ -42,6 +43,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "profile": profile,
     "show": show,
     "data": data,
+    "check": check,
     "config": config,
     "eval": eval,
     "generate": generate,

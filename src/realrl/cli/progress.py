@@ -13,6 +13,7 @@ from rich.table import Column
 from realrl.cli.costs import compares, costs_note, costs_table
 from realrl.cli.monitoring.metrics import describe_speed, read_speed
 from realrl.runtime.evaluation.answers import PROMPTS
+from realrl.runtime.observer import Wishes
 from realrl.runtime.output.untaught import find_untaught
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class ProfileProgress(_Display):
 class Progress(_Display):
     """Progress of a run: one bar, and a line per evaluation. A log file gets a line every few seconds."""
 
-    ends = False
+    wishes = Wishes()
 
     def __init__(self) -> None:
         super().__init__()

@@ -7,7 +7,7 @@ from typing import Any
 from realrl.config.errors import UserCodeError, UserError
 from realrl.planner.report.comparison import Comparison
 from realrl.recipe.experiment import Experiment
-from realrl.runtime.observer import MetricsRecord, RunObserver
+from realrl.runtime.observer import MetricsRecord, RunObserver, Wishes
 
 
 @dataclass
@@ -22,11 +22,18 @@ class Step:
     """Metrics by name, such as `actor.train/loss`."""
     seconds: float
     """Duration of the step or evaluation in seconds."""
-    ends: bool = field(default=False, repr=False)
+    wishes: Wishes = field(default_factory=Wishes, repr=False)
 
     def stop(self) -> None:
         """End training after the current step. The final model is saved, and the run counts as finished."""
-        self.ends = True
+        self.wishes.ends = True
+
+    def scale_learning_rate(self, factor: float) -> None:
+        """From the next step on, multiply the learning rates of the schedules by `factor`, in place of earlier
+        factors. Checkpoints keep it. Raises UserError for a number that is not finite or below 0."""
+        if not isinstance(factor, int | float) or not 0 <= factor < float("inf"):
+            raise UserError(f"scale_learning_rate: {factor!r} is not a finite number of at least 0")
+        self.wishes.rate_factor = float(factor)
 
 
 def check_callbacks(callbacks: Any) -> list[Any]:
@@ -51,7 +58,7 @@ class CallbackObserver:
     def __init__(self, shown: RunObserver, callbacks: Sequence[Any]) -> None:
         """`shown` is the observer that shows the run."""
         self._shown, self._callbacks, self._steps = shown, callbacks, 0
-        self.ends = False
+        self.wishes = Wishes()
 
     def begin(self, experiment: Experiment, steps: int) -> None:
         """Pass on the beginning of the run."""
@@ -65,10 +72,9 @@ class CallbackObserver:
     def record(self, record: MetricsRecord) -> None:
         """Pass on metrics, and call the callbacks. Raises UserCodeError if a callback raises an exception."""
         self._shown.record(record)
-        step = Step(record.step, self._steps, record.metrics, record.seconds)
+        step = Step(record.step, self._steps, record.metrics, record.seconds, self.wishes)
         for callback in self._callbacks:
             _call(callback, record.kind, step)
-        self.ends = self.ends or step.ends
 
     def costs(self, comparison: Comparison) -> None:
         """Pass on measured and predicted costs."""
@@ -88,6 +94,8 @@ def _call(callback: Any, kind: str, step: Step) -> None:
         return
     try:
         function(step)
+    except UserError:
+        raise
     except Exception as error:
         import traceback
 

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from realrl.planner.report.comparison import Comparison
-from realrl.recipe.experiment import Experiment
+if TYPE_CHECKING:
+    from realrl.planner.report.comparison import Comparison
+    from realrl.recipe.experiment import Experiment
 
 
 @dataclass(frozen=True)
@@ -22,13 +23,22 @@ class MetricsRecord:
     """Metrics by `call/name`."""
 
 
+@dataclass
+class Wishes:
+    """What callbacks ask the run to change."""
+
+    ends: bool = False
+    """Whether training should end after this step, as if it were the last one."""
+    rate_factor: float | None = None
+    """Factor of the learning rates from the next step on; None if no callback has asked for one."""
+
+
 class RunObserver(Protocol):
     """Listener for the progress of a run, on the rank that writes."""
 
-    ends: bool
-    """Whether training should end after this step, as if it were the last one."""
+    wishes: Wishes
 
-    def begin(self, experiment: Experiment, steps: int) -> None:
+    def begin(self, experiment: "Experiment", steps: int) -> None:
         """Called when everything is loaded, before the first step."""
 
     def note(self, text: str) -> None:
@@ -37,7 +47,7 @@ class RunObserver(Protocol):
     def record(self, record: MetricsRecord) -> None:
         """Called with the metrics of a training step or an evaluation."""
 
-    def costs(self, comparison: Comparison) -> None:
+    def costs(self, comparison: "Comparison") -> None:
         """Called with measured and predicted costs, after the last step."""
 
     def end(self, run_dir: str, seconds: float) -> None:

@@ -1,6 +1,7 @@
 """Continue a run later or elsewhere: collect its state, resume from a checkpoint, and go back after a spike."""
 
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from realrl.recipe.experiment import Experiment
 from realrl.recipe.training import SpikeConfig
 from realrl.runtime.checkpoint_writer import Checkpointer
 from realrl.runtime.evaluation.training import BestEvaluation
+from realrl.runtime.observer import Wishes
 from realrl.runtime.output.notes import StepNotes
 from realrl.runtime.output.rundir import RunDirectory
 from realrl.runtime.prepare.job import Phase
@@ -79,33 +81,33 @@ class SpikeDetector:
 
 
 class StepAgreement:
-    """Exchanges flags between ranks without waiting. All ranks learn the flags one step later."""
+    """Exchanges numbers between ranks without waiting. All ranks learn their maxima one step later."""
 
-    def __init__(self, process: Process, ask: Callable[[], tuple[bool, ...]]) -> None:
-        """`ask` returns the flags of this rank, always the same number of them."""
+    def __init__(self, process: Process, ask: Callable[[], tuple[float, ...]]) -> None:
+        """`ask` returns the numbers of this rank, always equally many. Flags are 0 and 1."""
         self._process, self._ask = process, ask
         self._under_way: tuple[dist.Work, torch.Tensor] | None = None
 
-    def learn(self) -> tuple[bool, ...]:
-        """Return, for each flag, whether any rank had set it at the last `say`.
+    def learn(self) -> tuple[float, ...]:
+        """Return the maximum of each number over all ranks at the last `say`; minus infinity before.
 
-        A single rank returns its current flags.
+        A single rank returns its current numbers.
         """
         if self._process.control is None:
             return self._ask()
         if self._under_way is None:
-            return tuple(False for _ in self._ask())
-        work, flags = self._under_way
+            return tuple(-math.inf for _ in self._ask())
+        work, numbers = self._under_way
         work.wait()
         self._under_way = None
-        return tuple(map(bool, flags.tolist()))
+        return tuple(numbers.tolist())
 
     def say(self) -> None:
-        """Send this rank's flags to the other ranks. Call this after acting on the flags that `learn` returned."""
+        """Send this rank's numbers to the other ranks. Call this after acting on what `learn` returned."""
         if self._process.control is not None:
-            flags = torch.tensor(self._ask(), dtype=torch.int32)
-            work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._process.control, async_op=True)
-            self._under_way = work, flags
+            numbers = torch.tensor(self._ask(), dtype=torch.float64)
+            work = dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._process.control, async_op=True)
+            self._under_way = work, numbers
 
 
 def restore(
@@ -226,6 +228,7 @@ class StatefulParts:
             best=None if self.best.settings is None else self.best.to_json(),
             rollbacks=rollbacks,
             notes=self.notes.state_dict(),
+            rate_factor=self.training.rate_factor,
         )
 
     def load_state(self, state: RunState) -> None:
@@ -240,7 +243,7 @@ class StatefulParts:
                 # If the number of ranks has changed, all of them start from the first rank's state.
                 mine = ranks.index(self.process.rank) if len(saved) == len(ranks) else 0
                 method.load_state_dict(json.loads(json.dumps(saved[mine])))
-        self.training.taken = state.taken
+        self.training.taken, self.training.rate_factor = state.taken, state.rate_factor
         self.notes.load_state_dict(state.notes)
         self.best.restore(state.best or {})
 
@@ -254,10 +257,10 @@ class Continuation:
         parts: StatefulParts,
         contents: CheckpointContents,
         checkpointer: Checkpointer,
-        ends: Callable[[], bool],
+        wishes: Wishes,
     ) -> None:
-        """`ends` returns, on the rank that writes, whether training should end after this step."""
-        self._ends = ends
+        """`wishes`: what callbacks ask for, on the rank that writes."""
+        self._wishes = wishes
         self._experiment, self._process, self._directory = experiment, parts.process, parts.directory
         self._contents, self._parts, self.checkpointer = contents, parts, checkpointer
         self.agreement = StepAgreement(parts.process, self._ask)
@@ -396,10 +399,12 @@ class Continuation:
         self.evaluated, self._rollbacks = state.evaluated, state.rollbacks
         self.checkpointer.last = state.step
 
-    def _ask(self) -> tuple[bool, bool, bool]:
-        """Return three flags: whether the last checkpoint is too old, whether to stop, and whether training ends.
+    def _ask(self) -> tuple[float, ...]:
+        """Return what this rank knows: whether the last checkpoint is too old, whether to stop, whether training
+        ends, and the factor of learning rates that a callback wants (minus infinity for none).
 
-        The rank that writes decides the first and the last flag.
+        Only the rank that writes decides about checkpoints, and has callbacks.
         """
-        writes = self._process.rank == WRITER
-        return writes and self.checkpointer.is_late(), stop_requested(), writes and self._ends()
+        late = self._process.rank == WRITER and self.checkpointer.is_late()
+        factor = self._wishes.rate_factor
+        return late, stop_requested(), self._wishes.ends, -math.inf if factor is None else factor

@@ -66,6 +66,8 @@ class TrainingSteps:
         self.count = training.steps or max(1, self.order.steps(training.epochs))
         """Number of steps of the run."""
         self._samples = experiment.spec.samples_per_prompt(experiment)
+        self.rate_factor = 1.0
+        """Factor of the learning rates of the schedules."""
         self.taken = 0
         """Number of records taken so far, including records whose samples were replaced."""
         self.data = records.identify()
@@ -126,7 +128,7 @@ class TrainingSteps:
         # The samples of a prompt are consecutive items: prompt = item // samples.
         indices = [i for i in prompts for _ in range(self._samples)]
         rates = {
-            role: compute_learning_rate(config.optimizer, step, self.count)
+            role: self.rate_factor * compute_learning_rate(config.optimizer, step, self.count)
             for role, config in trained_models(self._job.experiment.model_configs).items()
         }
         return StepInput(

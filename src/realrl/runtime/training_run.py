@@ -31,7 +31,7 @@ from realrl.runtime.checkpoint_writer import Checkpointer
 from realrl.runtime.costs import Costs
 from realrl.runtime.evaluation.training import TrainingEvaluations
 from realrl.runtime.export import ModelSaver
-from realrl.runtime.observer import MetricsRecord, RunObserver
+from realrl.runtime.observer import MetricsRecord, RunObserver, Wishes
 from realrl.runtime.output.earlier import EarlierRun
 from realrl.runtime.output.notes import (
     StepNotes,
@@ -169,7 +169,7 @@ class TrainingRun:
             parts,
             contents,
             self.checkpointer,
-            lambda: self.observer is not None and self.observer.ends,
+            Wishes() if self.observer is None else self.observer.wishes,
         )
 
     def load(self) -> None:
@@ -256,12 +256,17 @@ class TrainingRun:
                 self._say(note)
                 activity.done(done)
                 continue
-            late, stops, ends = agreement.learn()
-            if ends and done < self.steps:
+            late, stops, ends, factor = agreement.learn()
+            if factor >= 0 and factor != self.training.rate_factor:
+                self.training.rate_factor = factor
+                self._say(
+                    f"learning rates are multiplied by {factor:g} after step {done}, as a callback has asked"
+                )
+            if ends > 0 and done < self.steps:
                 self._say(f"training ends after step {done} of {self.steps}, as a callback has asked")
                 self.steps = activity.steps = done
-            self._after_step(done, late=late)
-            if stops and done < self.steps:
+            self._after_step(done, late=late > 0)
+            if stops > 0 and done < self.steps:
                 self._stop(done)
             agreement.say()
 

@@ -18,9 +18,13 @@ from realrl.plan.presets import PRESETS
 from realrl.program.validate import ProgramError
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import load_experiment, parse_experiment
+from realrl.runtime.prepare.inputs import load_shared_tokenizer
 from realrl.runtime.prepare.job import make_job
+from realrl.runtime.script_objects import load_objects
 from realrl.testing.compare import CheckFailure, compare_runs
+from realrl.testing.findings import Finding
 from realrl.testing.ranks import RanksFailure, run_on_ranks, sampled
+from realrl.testing.reward_probes import probe_rewards
 from realrl.testing.shrink import shrink_recipe
 
 WHOLE, SMALL = 4096, 48
@@ -74,10 +78,94 @@ def check_algorithm(
             _compare(run, runs[0], tolerance)
 
 
+def check_recipe(
+    experiment: Experiment,
+    records: Sequence[Mapping[str, Any]],
+    directory: Path,
+    *,
+    processes: int = 4,
+    tolerance: float = 1e-4,
+) -> Iterator[Finding]:
+    """Check the code and the records of a recipe on tiny models, in processes on this machine.
+
+    Yields a finding per check. Every run of two training steps is compared with the same steps in one process: the
+    samples, every metric and the saved state. Then the reward functions are probed. `records`: some records of the
+    recipe's data set. Files are written into `directory`.
+    """
+    tokenizer = load_shared_tokenizer(experiment)
+    settings = shrink_recipe(experiment, directory, records=records, tokenizer=tokenizer)
+    small = parse_experiment(settings)
+    graph = small.graph
+    runs = [*_list_runs(graph, directory, processes)]
+    alone = runs[0]
+    again = _Run(name="the same run again", recipe=directory / "again.yaml", kind="again")
+    runs.insert(1, again)
+    for run in runs:
+        run.write(settings, graph)
+    for size in sorted({run.size for run in runs}):
+        of_size = [run for run in runs if run.size == size]
+        failures = _execute_all(of_size)
+        for run in of_size:
+            finding = _judge(run, failures.get(run.name), alone, tolerance)
+            yield finding
+            if run is alone and finding.problem is not None:
+                return
+    yield from probe_rewards(small, sampled(alone.recipe))
+
+
+def _execute_all(runs: Sequence["_Run"]) -> dict[str, str]:
+    """Run recipes that need the same number of processes. Returns the messages of those that failed, by name."""
+    failures: dict[str, str] = {}
+    waiting = list(runs)
+    while waiting:
+        try:
+            run_on_ranks(
+                runs[0].size,
+                [run.recipe for run in waiting],
+                renewed=[run.recipe for run in waiting if run.renewed],
+                prepare=load_objects,
+            )
+            return failures
+        except RanksFailure as failure:
+            failed = next(i for i, run in enumerate(waiting) if run.recipe.stem == failure.recipe)
+            failures[waiting[failed].name] = failure.message
+            for file in waiting[failed].recipe.parent.glob("error-*"):
+                file.unlink()
+            waiting = waiting[failed + 1 :]
+        except CheckFailure as failure:
+            return failures | dict.fromkeys((run.name for run in waiting), str(failure))
+    return failures
+
+
+def _judge(run: "_Run", failure: str | None, alone: "_Run", tolerance: float) -> Finding:
+    """Compare a run with the run in a single process."""
+    if failure is not None:
+        return Finding(run.name, failure)
+    if run is alone:
+        return Finding(run.name)
+    try:
+        _compare(run, alone, tolerance)
+    except CheckFailure as difference:
+        return Finding(run.name, str(difference).removeprefix(f"{run.name}: "), _REASONS.get(run.kind))
+    return Finding(run.name)
+
+
+_REASONS = {
+    "again": "something random is not seeded, or depends on time, on memory addresses or on the order of a set",
+    "micro": "`loss` takes a mean or a maximum over its micro-batch; it must return sums, and `weight` returns the"
+    " number that the sum of the whole batch is divided by",
+    "state": "the algorithm keeps something from step to step that `state_dict` does not return",
+    "ranks": "something is computed from the items of one rank in place of the whole batch (use `dp_sum` or"
+    " `gather_samples`), or a reward depends on the other completions of its list",
+}
+"""Likely reason of a difference, by the kind of run."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Run:
     name: str
     recipe: Path
+    kind: str = "ranks"
     size: int = 1
     micro_batch_tokens: int = WHOLE
     plan: Plan | None = None
@@ -122,11 +210,13 @@ def _list_runs(graph: DataflowGraph, place: Path, processes: int) -> list[_Run]:
             name=f"micro_batch_tokens={SMALL} in one process",
             recipe=place / "micro-batches.yaml",
             micro_batch_tokens=SMALL,
+            kind="micro",
         ),
         _Run(
             name="algorithm rebuilt from its state_dict after each step",
             recipe=place / "renewed.yaml",
             renewed=True,
+            kind="state",
         ),
     ]
     for number, case in enumerate(list_run_cases(graph, WHOLE, processes)):
@@ -141,6 +231,7 @@ def _list_runs(graph: DataflowGraph, place: Path, processes: int) -> list[_Run]:
                     size=size,
                     plan=case.plan,
                     renewed=True,
+                    kind="state",
                 )
             )
     return runs

@@ -21,6 +21,7 @@ from realrl.plan.cluster import Cluster
 from realrl.recipe.load import load_experiment
 from realrl.runtime import train
 from realrl.runtime.evaluation.run import evaluate_recipe, write_evaluation
+from realrl.runtime.observer import Wishes
 from realrl.runtime.output.rundir import EVALUATIONS
 from realrl.runtime.prepare.inputs import load_functions
 from realrl.runtime.processes.environment import LAUNCHER_VARIABLE, STORE_VARIABLE, set_library_defaults
@@ -49,7 +50,7 @@ PATIENCE = 60.0
 class Silent:
     """Observer of a run that ignores all events."""
 
-    ends = False
+    wishes = Wishes()
 
     def begin(self, *_: object) -> None:
         """Ignore the event."""

@@ -37,6 +37,8 @@ STEPS = 2
 first."""
 BATCH = 8
 PROMPT_TOKENS, NEW_TOKENS, LONGEST = 32, 8, 96
+OWN_PROMPT_TOKENS = 256
+"""Maximum length of a prompt of the user's own records. Longer ones are cut."""
 OPTIMIZER: Mapping[str, Any] = {"lr": 1e-3, "eps": 1e-5, "schedule": "constant"}
 """Optimizer settings of all trained models. With the usual `eps`, Adam would turn rounding errors into full steps
 for elements whose gradient is 0."""
@@ -47,18 +49,22 @@ def shrink_recipe(
     directory: Path,
     *,
     records: Sequence[Mapping[str, Any]] | None,
-    overrides: Sequence[str],
+    overrides: Sequence[str] = (),
+    tokenizer: Any = None,
 ) -> dict[str, Any]:
     """Write tiny models and `records` into `directory`, and return the settings of a recipe that uses them.
 
     Without `records`, records of the algorithm's form are made up. Settings of the algorithm, reward and sampling
     stay as in the experiment, except lengths. `overrides` come last.
+
+    With `tokenizer`, models get it in place of a small one, and the settings of data stay, too: this is for the
+    user's own records, which may be longer than made-up ones.
     """
     spec = experiment.spec
     kept = make_up_records(spec.form) if records is None else list(records)
     data = directory / "records.jsonl"
     data.write_text("".join(json.dumps(record) + "\n" for record in kept))
-    tokenizer = train_bpe(_list_texts(kept), SHAPE["vocab_size"])
+    small = train_bpe(_list_texts(kept), SHAPE["vocab_size"]) if tokenizer is None else tokenizer
     minibatches = math.lcm(*(call.minibatches for call in experiment.graph.calls))
     settings = yaml.safe_load(dump_experiment(experiment))
     settings |= {
@@ -72,16 +78,21 @@ def shrink_recipe(
         "training": {"steps": STEPS},
         "evaluation": {},
         "debug": {"verify_reallocation": True},
-        "models": _write_models(experiment, spec, directory, tokenizer),
+        "models": _write_models(experiment, spec, directory, small),
     }
+    own = {"columns": settings["data"]["columns"]} if records is not None else {}
+    prompt, longest = PROMPT_TOKENS, LONGEST
+    if tokenizer is not None:
+        prompt, longest = OWN_PROMPT_TOKENS, OWN_PROMPT_TOKENS + LONGEST
+        own = {**settings["data"], "on_too_long": "keep_end"}
     settings["data"] = {
+        **own,
         "train": str(data),
         "eval": None if spec.eval_graph is None else str(data),
         "batch": minibatches * math.ceil(BATCH / minibatches),
         "eval_batch": len(kept),
-        "max_tokens": LONGEST,
-        "max_prompt_tokens": PROMPT_TOKENS,
-        "columns": settings["data"]["columns"] if records is not None else {},
+        "max_tokens": longest,
+        "max_prompt_tokens": prompt,
     }
     if spec.generation is not None:
         settings["generation"] |= {
@@ -103,8 +114,10 @@ def _write_models(
     """
     models: dict[str, Any] = dict.fromkeys(spec.roles)
     for number, (role, of) in enumerate(spec.roles_of(experiment).items()):
-        save_model(directory / role, of.head, tokenizer, seed=3 + number)
-        models[role] = {"path": str(directory / role)}
+        vocabulary = max(SHAPE["vocab_size"], len(tokenizer))
+        save_model(directory / role, of.head, tokenizer, {**SHAPE, "vocab_size": vocabulary}, seed=3 + number)
+        # With coarser products, equal runs would differ by more than any tolerance.
+        models[role] = {"path": str(directory / role), "dtype": "float32"}
         config = getattr(experiment.models, role)
         if isinstance(config, TrainedModelConfig):
             layers = config.trainable_layers

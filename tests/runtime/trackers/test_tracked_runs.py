@@ -115,9 +115,9 @@ def test_no_secret_lands_in_the_directory_of_a_run(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "in-the-environment-3")
-    monkeypatch.setattr(trackers, "TensorBoardTracker", Spy)
-    monkeypatch.setattr(trackers, "_list_names", lambda config: iter(["tensorboard"]))
-    monkeypatch.setattr(trackers, "_is_installed", lambda name: True)
+    monkeypatch.setattr(tracker_threads, "TensorBoardTracker", Spy)
+    monkeypatch.setattr(tracker_threads, "_list_names", lambda config: iter(["tensorboard"]))
+    monkeypatch.setattr(tracker_threads, "_is_installed", lambda name: True)
     (tmp_path / "reward.py").write_text(REWARD)
     wandb = {"mode": "disabled", "tags": ["in-the-environment-3"], "name": "https://u:in-a-url-4@host"}
     with ThreadingHTTPServer(("127.0.0.1", 0), ScoringService) as service:

@@ -1,0 +1,53 @@
+"""`realrl check` passes right recipes, and names bugs with their likely reasons."""
+
+import os
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from realrl.cli.app import run_app
+from tests.conftest import World
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A working directory with the examples, and what they need."""
+    directory, before = tmp_path_factory.mktemp("checks"), Path.cwd()
+    (directory / "examples").symlink_to(ROOT / "examples")
+    os.chdir(directory)
+    runpy.run_path("examples/prepare.py", run_name="__main__")
+    yield directory
+    os.chdir(before)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mean over a micro-batch",
+        "advantages per rank",
+        "noise without a seed",
+        "state that is not saved",
+        "reward relative to its list",
+        "reward that fails on empty answers",
+    ],
+)
+def test_planted_bugs_are_explained(
+    name: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    planted = runpy.run_path(str(ROOT / "bench" / "planted.py"))
+    bug = planted["BUGS"][name]
+    assert bug.says in planted["check"](tmp_path, bug)
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "ppo", "grpo", "dpo"])
+def test_recipes_without_mistakes_pass(
+    algorithm: str, world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = world.recipe(algorithm, tmp_path)
+    assert run_app(["check", str(recipe), "--processes", "2"]) == 0, capsys.readouterr().out
+    assert "no problems" in capsys.readouterr().out
