@@ -271,6 +271,9 @@ def test_a_saved_session_continues_on_another_session(world: World, tmp_path: Pa
         with pytest.raises(realrl.UserError, match="cannot be read"):
             session.load(tmp_path / "absent")
         session.close()
+        session.close()
+        with pytest.raises(realrl.UserError, match="the session is closed"):
+            session.infer("actor", session.batch(["one"], ["two"]))
     assert runs[0] == runs[1]
 
 

@@ -25,6 +25,16 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text, tokens, or the messages of a conversation."""
 
 
+class _Closed:
+    """Stands for the models of a session that is closed."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise UserError("the session is closed")
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 class Session:
     """Models with roles, for a training loop that you write. docs/python.md has an example.
 
@@ -66,7 +76,7 @@ class Session:
             settings={"generation": {"temperature": temperature}, "plan": preset, **settings},
         )
         self._experiment = given.make_recipe()
-        self._rank = _open(given, find_cluster(self._experiment))
+        self._rank: SessionRank | RemoteRanks | _Closed = _open(given, find_cluster(self._experiment))
         self._temperature = temperature
 
     @plain_errors
@@ -204,6 +214,7 @@ class Session:
     def close(self) -> None:
         """Free the models and leave the process group. The end of the script does so, too."""
         self._rank.close()
+        self._rank = _Closed()
 
     def __enter__(self) -> "Session":
         return self

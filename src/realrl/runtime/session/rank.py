@@ -1,6 +1,10 @@
 """One rank of a session: its models, and the calls that all ranks make together."""
 
+import atexit
+import gc
+import os
 import shutil
+import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -37,6 +41,7 @@ from realrl.runtime.prepare.inputs import (
     load_stop_token_ids,
 )
 from realrl.runtime.prepare.job import Job, make_written_plan, open_models
+from realrl.runtime.processes.environment import leave
 from realrl.runtime.processes.process import connect, resolve_cluster
 from realrl.runtime.processes.startup import find_least_device
 from realrl.runtime.session.losses import (
@@ -86,8 +91,8 @@ class SessionRank:
             )
         self.experiment = experiment
         cluster = resolve_cluster(experiment.cluster, experiment.device)
-        stack = ExitStack()
-        self.close = weakref.finalize(self, stack.close)
+        self._stack = stack = ExitStack()
+        atexit.register(_end, weakref.ref(self))
         self.process = process = stack.enter_context(connect(experiment.device, experiment.launch))
         check_kind(experiment, cluster, find_least_device(process))
         with process.together():
@@ -117,6 +122,14 @@ class SessionRank:
         self._worker = Worker(
             process, self.roles, algorithm, self.stop_token_ids, Trace(process.rank), self.tokenizer
         )
+
+    def close(self) -> None:
+        """Free the models, and leave the process group together with the other ranks. May be called again."""
+        self._stack.close()
+        vars(self).clear()
+        self._stack = ExitStack()
+        # Cycles hold process groups. If their threads live when the interpreter ends, they abort it.
+        gc.collect()
 
     def sample(
         self,
@@ -344,6 +357,16 @@ class SessionRank:
         mine = None if metrics is None else metrics.result()
         shared: dict[str, float] | None = self.process.gather(mine)[WRITER]
         return shared or {}
+
+
+def _end(found: "weakref.ref[SessionRank]") -> None:
+    """Close a session at the end of the script. After an error, leave at once: other ranks may wait elsewhere."""
+    session = found()
+    if session is None:
+        return
+    if hasattr(sys, "last_value") and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        leave(1)
+    session.close()
 
 
 @contextmanager
