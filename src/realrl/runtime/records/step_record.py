@@ -1,4 +1,4 @@
-"""Records of training steps, from which `realrl replay` runs a step again.
+"""Records of training steps. `realrl replay` runs such a step again.
 
 A record has one file per rank, in RUN_DIR/records/step-STEP-from-CHECKPOINT.
 """

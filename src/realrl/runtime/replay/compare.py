@@ -139,7 +139,7 @@ class StepComparer:
     def compare(
         self, findings: Sequence[RankFindings], metrics: Mapping[str, float], store: Store
     ) -> list[CallComparison]:
-        """Compare the records of the step, and the calls in the order in which they run.
+        """Compare the records of the step, then its calls in their order.
 
         `metrics` have the names `call/name`. `store` has the records.
         """
@@ -249,7 +249,7 @@ class StepComparer:
         )
 
     def _compare_metrics(self, call: Call, metrics: Mapping[str, float]) -> tuple[list[str], list[str]]:
-        """Compare the metrics of a call. Returns those that differ, and the loss if it agrees."""
+        """Compare the metrics of a call. Returns the metrics that differ, and the loss if it agrees."""
         differing, close = [], []
         prefix = f"{call.name}/"
         for name, old in self.record.metrics.items():

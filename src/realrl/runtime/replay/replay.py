@@ -71,8 +71,8 @@ def replay_step(
 ) -> Replayed | None:
     """Run a recorded step of the run in `experiment.run_dir` again, as one rank of the recipe's cluster.
 
-    Steps between the checkpoint and this step run first. `tolerance`: largest relative deviation of numbers; by
-    default 1e-5 if all models compute in float32, else 0.02. `stop` opens a debugger in a process of its own.
+    Steps between the checkpoint and this step run first. `tolerance`: largest relative deviation of numbers; 1e-5 by
+    default if all models compute in float32, and 0.02 for other models. `stop` opens a debugger in a process of its own.
     `say` is called with notes. Returns None on ranks that do not write.
 
     Raises UserError if the step was not recorded, or if its checkpoint does not exist.
@@ -100,7 +100,7 @@ def replay_step(
 
 
 def check_checkpoint(run_dir: Path, record: StepRecord) -> None:
-    """Check that the checkpoint exists from which a record is replayed. Raises UserError if not."""
+    """Check that the checkpoint of a record exists. Raises UserError if not."""
     step = record.header.checkpoint
     if step and step not in list_checkpoints(run_dir):
         raise UserError(
@@ -109,7 +109,7 @@ def check_checkpoint(run_dir: Path, record: StepRecord) -> None:
 
 
 def check_stop(stop: Stop, job: Job) -> None:
-    """Check where the debugger should open. Raises UserError if it cannot."""
+    """Check the call and the item that the debugger opens with. Raises UserError if it cannot."""
     calls = {call.name: call for call in job.train.graph.calls}
     if stop.call not in calls:
         raise UserError(f"--call {stop.call}: the calls of a step are {', '.join(calls)}")
