@@ -72,8 +72,8 @@ def replay_step(
     """Run a recorded step of the run in `experiment.run_dir` again, as one rank of the recipe's cluster.
 
     Steps between the checkpoint and this step run first. `tolerance`: largest relative deviation of numbers. The
-    default is 1e-5 if all models compute in float32, and 0.02 for other models. `stop` opens a debugger, in a single
-    process. `say` is called with notes. Returns None on ranks that do not write.
+    default is 1e-5 if all models compute in float32, and 0.02 for other models. `stop` opens a debugger,
+    in a single process. `say` is called with notes. Returns None on ranks that do not write.
 
     Raises UserError if the step was not recorded, or if its checkpoint does not exist.
     """
