@@ -29,7 +29,7 @@ def run_cells(cells: Sequence[str], directory: Path, *, errors: bool = False) ->
     """
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     client = _Client(
-        notebook, timeout=300, allow_errors=errors, resources={"metadata": {"path": str(directory)}}
+        notebook, timeout=600, allow_errors=errors, resources={"metadata": {"path": str(directory)}}
     )
     client.updates = []
     with pytest.MonkeyPatch.context() as patch:

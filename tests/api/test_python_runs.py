@@ -239,7 +239,15 @@ def test_a_broken_reward_shows_the_trace_of_the_script_alone(world: World, tmp_p
     assert "broken" in str(caught.value)
 
 
-LIGHT = {"annotated_types", "pydantic", "pydantic_core", "realrl", "typing_extensions", "typing_inspection", "yaml"}
+LIGHT = {
+    "annotated_types",
+    "pydantic",
+    "pydantic_core",
+    "realrl",
+    "typing_extensions",
+    "typing_inspection",
+    "yaml",
+}
 LOADED = """
 import sys
 before = set(sys.modules)

@@ -1,4 +1,4 @@
-"""Every algorithm on two processes, started from a script and from a notebook, agrees with one process."""
+"""Every algorithm on two processes, of srun, a script or a notebook, agrees with one process."""
 
 import json
 import subprocess
@@ -15,6 +15,7 @@ from realrl.recipe.registry import list_algorithms
 from realrl.testing.compare import compare_runs
 from tests.api.kernels import run_cells
 from tests.api.test_python_runs import CHANGES
+from tests.api.test_srun import assert_succeeded, srun
 from tests.conftest import World
 
 TOLERANCE = 1e-4
@@ -46,16 +47,26 @@ def alone(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     return {name: realrl.algorithm(name)(**given).train().path for name, given in settings.items()}
 
 
-@pytest.mark.parametrize("place", ["script", "notebook"])
+@pytest.mark.parametrize(
+    "place",
+    # srun starts its processes once; the others start new ones for each run.
+    [
+        "srun",
+        pytest.param("script", marks=pytest.mark.slow),
+        pytest.param("notebook", marks=pytest.mark.slow),
+    ],
+)
 def test_every_algorithm_agrees_with_one_process(
     place: str, alone: dict[str, Path], world: World, tmp_path: Path
 ) -> None:
     settings = write_settings(world, tmp_path, "1x2")
     code = CODE.format(file=str(tmp_path / "settings.json"))
+    (tmp_path / "script.py").write_text(code)
     if place == "notebook":
         run_cells([code], tmp_path)
+    elif place == "srun":
+        assert_succeeded(srun(["script.py"], tmp_path))
     else:
-        (tmp_path / "script.py").write_text(code)
         done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     for algorithm, given in settings.items():

@@ -51,8 +51,14 @@ def format_error(error: BaseException, frames: TracebackType | None) -> str:
         "".join(["Traceback (most recent call last):\n", *traceback.format_list(theirs)]) if theirs else ""
     )
     own = error.trace if isinstance(error, UserCodeError) else ""
-    package = "" if isinstance(error, KeyboardInterrupt) else "realrl."
-    return f"{own}{trace}{package}{type(error).__name__}: {error}\n"
+    return f"{own}{trace}{_name(error)}: {error}\n"
+
+
+def _name(error: BaseException) -> str:
+    """Name the class of an error as users import it. A UserCodeError is a UserError for them."""
+    if isinstance(error, KeyboardInterrupt):
+        return "KeyboardInterrupt"
+    return "realrl.UserError" if isinstance(error, UserError) else "realrl.RunError"
 
 
 def install_hooks() -> None:
@@ -77,6 +83,7 @@ def install_hooks() -> None:
             shell: Any, kind: type[BaseException], error: BaseException, frames: TracebackType, **_: Any
         ) -> None:
             # The first frame is IPython's own.
-            shell._showtraceback(kind, error, format_error(error, frames.tb_next).splitlines())
+            shown = UserError if issubclass(kind, UserError) else kind
+            shell._showtraceback(shown, error, format_error(error, frames.tb_next).splitlines())
 
         shell.set_custom_exc((UserError, RunError), show)

@@ -218,6 +218,7 @@ def _rank() -> int:
 
 
 def make_error(cause: Failure) -> UserError | RunError:
-    """Make the exception for the failure of another process, whose traceback is part of the message."""
-    message = f"{cause.trace}{cause.message}"
-    return UserError(message) if cause.status == USER_STATUS else RunError(message)
+    """Make the exception for the failure of another process. The message for a bug has the traceback, too."""
+    if cause.status != USER_STATUS:
+        return RunError(f"{cause.trace}{cause.message}")
+    return UserCodeError(cause.message, cause.trace, cause.alone) if cause.trace else UserError(cause.message)
