@@ -48,7 +48,7 @@ def join_slurm_step(environment: MutableMapping[str, str] = os.environ) -> None:
     if environment.get("SLURM_CPUS_PER_TASK"):
         # srun binds each process to cores of its own, so they are not shared.
         environment.setdefault("OMP_NUM_THREADS", environment["SLURM_CPUS_PER_TASK"])
-    environment |= {
+    found = {
         "RANK": str(procid),
         "WORLD_SIZE": str(tasks),
         "LOCAL_RANK": str(localid),
@@ -58,6 +58,7 @@ def join_slurm_step(environment: MutableMapping[str, str] = os.environ) -> None:
         "MASTER_ADDR": address,
         "MASTER_PORT": environment.get("MASTER_PORT") or str(port),
     }
+    environment.update(found)
 
 
 def _read_numbers(environment: MutableMapping[str, str]) -> list[int]:
