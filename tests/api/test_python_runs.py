@@ -246,6 +246,7 @@ LIGHT = {
     "realrl",
     "typing_extensions",
     "typing_inspection",
+    "xxhash",
     "yaml",
 }
 LOADED = """
@@ -253,8 +254,9 @@ import sys
 before = set(sys.modules)
 {code}
 names = {{name.partition(".")[0] for name in set(sys.modules) - before}}
-# Python adds one module for its own build.
-print(*sorted(name for name in names - sys.stdlib_module_names if not name.startswith("_")))
+# Python's build and the compiled part of PyYAML add modules of no file.
+names = {{name for name in names if not name.startswith(("_", "cython"))}}
+print(*sorted(names - sys.stdlib_module_names))
 """
 
 
