@@ -9,6 +9,8 @@ RUN ?= $(BIN)/python
 # Named so that pytest does not collect the rest; tests/gpu/test_gpu_marks.py checks that no marked test is elsewhere.
 GPU_TESTS := tests/gpu tests/engine/generation/test_shared_prompts.py tests/engine/test_parallel.py \
 	tests/model/test_parity.py tests/runtime/learning/test_gpu.py tests/runtime/output/test_costs.py
+# If this variable is set, as in some images, then every process compiles the package again.
+unexport PYTHONDONTWRITEBYTECODE
 # One more than there are cores, at most 4: many tests wait for processes that wait for each other.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, (os.cpu_count() or 1) + 1))')
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from math import isfinite
 from pathlib import Path
 
-from realrl.checkpoint.saved import checkpoint_path, list_checkpoints
+from realrl.checkpoint.saved import checkpoint_path, list_checkpoints, list_records
 from realrl.config.files import partial_path, write_whole
 from realrl.recipe.evaluation import BestConfig
 from realrl.recipe.run_settings import CheckpointConfig
@@ -69,10 +69,12 @@ def choose_kept(
 def prune(
     run_dir: Path, settings: CheckpointConfig, best: BestConfig | None, back: int | None = None
 ) -> None:
-    """Delete all checkpoints that `choose_kept` does not choose. Raises OSError."""
+    """Delete all checkpoints that `choose_kept` does not choose, and that no record starts from. Raises OSError."""
     found = list_checkpoints(run_dir)
     metrics = {} if best is None else read_best_metrics(run_dir, best)
-    for step in found.keys() - choose_kept([*found], settings, best, metrics, back):
+    kept = choose_kept([*found], settings, best, metrics, back)
+    kept |= {record.checkpoint for record in list_records(run_dir).values()}
+    for step in found.keys() - kept:
         delete_checkpoint(found[step])
 
 

@@ -18,6 +18,8 @@ from realrl.config.paths import is_local, local_path
 from realrl.recipe.experiment import Experiment
 
 CONFIG, METRICS, CHECKPOINTS, SUMMARY = "config.yaml", "metrics.jsonl", "checkpoints", "summary.json"
+RECORDS = "records"
+"""Name of the directory with recorded steps, see `realrl replay`."""
 _TAIL = 1 << 20
 """Bytes read from the end of metrics.jsonl to find the last step."""
 _NAME = r"step-(\d{6,12})"
@@ -83,6 +85,33 @@ def list_checkpoints(run_dir: Path) -> dict[int, Path]:
         if number is not None and is_checkpoint(path):
             found[int(number[1])] = path
     return dict(sorted(found.items(), reverse=True))
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """A step that can be replayed: the directory of its record, and the checkpoint to start from."""
+
+    path: Path
+    checkpoint: int
+    """Number of training steps before the checkpoint; 0 for the weights that the run started with."""
+
+
+def record_path(run_dir: Path, step: int, checkpoint: int) -> Path:
+    """Return the directory of the record of a step, which is replayed from a checkpoint."""
+    return run_dir / RECORDS / f"step-{step:06}-from-{checkpoint:06}"
+
+
+def list_records(run_dir: Path) -> dict[int, RecordedStep]:
+    """Find the recorded steps of a run, in order. Keys are the numbers of steps, counted from 1.
+
+    If a step was recorded several times, the record from the latest checkpoint counts.
+    """
+    found = {}
+    for path in sorted((run_dir / RECORDS).glob("step-*")):
+        numbers = re.fullmatch(rf"{_NAME}-from-(\d{{6,12}})", path.name)
+        if numbers is not None:
+            found[int(numbers[1])] = RecordedStep(path, int(numbers[2]))
+    return dict(sorted(found.items()))
 
 
 def find_run_of(path: Path) -> tuple[Path, int | None]:

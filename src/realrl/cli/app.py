@@ -21,6 +21,7 @@ from realrl.cli.models import print_models
 from realrl.cli.monitoring.commands import status, watch
 from realrl.cli.plan import plan
 from realrl.cli.profile import profile
+from realrl.cli.replay import replay
 from realrl.cli.report import report
 from realrl.cli.session import COMMAND, session_rank
 from realrl.cli.show import show
@@ -45,6 +46,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "show": show,
     "data": data,
     "check": check,
+    "replay": replay,
     "config": config,
     "eval": eval,
     "generate": generate,

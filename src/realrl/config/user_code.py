@@ -211,7 +211,7 @@ class UserFunction:
             raise UserError(f"{self.label} is an async generator; return a list")
         if any(map(inspect.iscoroutinefunction, called)) and not awaits:
             raise UserError(f"{self.label} is async; write a plain function")
-        self._function = function
+        self.function = function
         self.has_signature, self._parameters = True, dict[str, inspect.Parameter]()
         """Whether Python knows the function's arguments. For some functions written in C, it does not."""
         try:
@@ -255,10 +255,10 @@ class UserFunction:
         Raises UserCodeError if `state_dict` raises, or returns anything except JSON values.
         """
         functions = ("state_dict", "load_state_dict")
-        if not all(callable(getattr(self._function, name, None)) for name in functions):
+        if not all(callable(getattr(self.function, name, None)) for name in functions):
             return None
         with self._code.errors("raised in state_dict:"):
-            state = self._function.state_dict()
+            state = self.function.state_dict()
         try:
             json.dumps(state)
         except (TypeError, ValueError, RecursionError):
@@ -270,7 +270,7 @@ class UserFunction:
     def load_state_dict(self, state: Any) -> None:
         """Load a state from `state_dict`. Raises UserCodeError if the object's `load_state_dict` raises."""
         with self._code.errors("raised in load_state_dict:"):
-            self._function.load_state_dict(state)
+            self.function.load_state_dict(state)
 
     def numbers(self, count: int, *arguments: Any, **named: Any) -> list[float]:
         """Call the function for `count` completions. Returns one finite number for each completion.
@@ -289,8 +289,8 @@ class UserFunction:
 
         An async function runs in its own event loop. Raises UserCodeError if the function raises, or returns
         another number of values."""
-        with self._code.errors("raised", function=self._function):
-            given = self._function(*arguments, **named)
+        with self._code.errors("raised", function=self.function):
+            given = self.function(*arguments, **named)
             if inspect.isawaitable(given):
                 given = asyncio.run(_wait(given))
             # For a generator, this runs the function; an endless generator is cut.

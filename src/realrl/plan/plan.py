@@ -254,6 +254,14 @@ class Plan:
         )
         return Plan(self.cluster, placements, *offloads)
 
+    def describe(self) -> str:
+        """Write the plan in one line: the cluster, and the calls of each placement."""
+        places: dict[str, list[str]] = {}
+        for name, placement in self.placements.items():
+            places.setdefault(str(placement), []).append(name)
+        parts = (f"{', '.join(calls)} on {place}" for place, calls in places.items())
+        return f"{self.cluster}: {'; '.join(parts)}"
+
     def to_text(self, graph: DataflowGraph) -> str:
         """Format the plan, which is for `graph`, as the text of its file."""
         functions = {call.name for call in graph.functions}

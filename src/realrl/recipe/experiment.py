@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
-from pydantic import Field, PositiveInt, PrivateAttr, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, PrivateAttr, field_validator, model_validator
 
 from realrl.config.base import Settings
 from realrl.config.errors import join
@@ -21,14 +21,35 @@ if TYPE_CHECKING:
     from realrl.recipe.algorithm import AlgorithmSpec
 
 
+class RecordConfig(Settings):
+    """Which steps are recorded for `realrl replay`, in RUN_DIR/records: the outputs of every call, and metrics.
+
+    A record refers to the checkpoint before its step, which is then kept. Delete a record to free both.
+    """
+
+    steps: list[PositiveInt] = Field(default=[])
+    """Numbers of steps to record, counted from 1. A checkpoint is written before each of them."""
+    every: PositiveInt | None = None
+    """Also record each step whose number is a multiple of this number, with a checkpoint before it."""
+    trouble: NonNegativeInt = 3
+    """Maximum number of further steps to record because of trouble: an optimizer step was skipped because a loss
+    or a gradient was not finite, or `training.spike` found a spike. Their replay starts from the last checkpoint
+    before the step. 0 records none."""
+
+    def asks(self, step: int) -> bool:
+        """Return whether a step, counted from 1, is recorded whatever happens in it."""
+        return step in self.steps or (self.every is not None and step % self.every == 0)
+
+
 class DebugConfig(Settings):
-    """Settings of slow checks, and of traces."""
+    """Settings of slow checks, traces and records."""
 
     verify_reallocation: bool = False
     """After each reallocation, compare checksums of sent and received data on every rank."""
     traced_steps: int = Field(default=5, ge=1, le=1000)
     """Number of latest steps whose instructions are recorded in `trace.json` and `traces/` of the run's directory.
     Every rank keeps them in memory: about 20 kB per step, and at most 20,000 instructions."""
+    record: RecordConfig = RecordConfig()
 
 
 class Models(Settings):

@@ -32,6 +32,7 @@ from realrl.runtime.prepare.job import Phase
 from realrl.runtime.processes.environment import restart_count
 from realrl.runtime.processes.process import Process
 from realrl.runtime.processes.signals import stop_requested
+from realrl.runtime.replay.recorder import Recorder
 from realrl.runtime.step import TrainingSteps
 from realrl.runtime.worker.roles import Roles
 
@@ -45,8 +46,12 @@ class Spike:
     """A value far above the usual values of a metric, after a step counted from 1."""
 
     step: int
+    metric: str
     value: float
     usual: float
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.metric} is {self.value:g}, usually {self.usual:g}"
 
 
 class SpikeDetector:
@@ -74,7 +79,7 @@ class SpikeDetector:
             distance = max(distance, _LEAST_DISTANCE * abs(usual))
             # Negated, so that NaN also counts as a spike.
             if not value - usual <= self._settings.factor * distance:
-                return Spike(step, value, usual)
+                return Spike(step, name, value, usual)
         if value == value:
             self._values.append(value)
         return None
@@ -258,9 +263,10 @@ class Continuation:
         contents: CheckpointContents,
         checkpointer: Checkpointer,
         wishes: Wishes,
+        recorder: Recorder,
     ) -> None:
         """`wishes`: what callbacks ask for, on the rank that writes."""
-        self._wishes = wishes
+        self._wishes, self._recorder = wishes, recorder
         self._experiment, self._process, self._directory = experiment, parts.process, parts.directory
         self._contents, self._parts, self.checkpointer = contents, parts, checkpointer
         self.agreement = StepAgreement(parts.process, self._ask)
@@ -365,22 +371,21 @@ class Continuation:
         found: Spike | None = self._process.gather(spike)[WRITER]
         return found
 
-    def roll_back(self, spike: Spike) -> tuple[int, str]:
+    def roll_back(self, spike: Spike) -> tuple[RunState, str]:
         """Go back to a checkpoint before a spike, and skip the records since then.
 
-        Returns the number of steps before the checkpoint, and a note. Raises RunError if there is no such
+        Returns the state of the checkpoint, and a note. Raises RunError if there is no such
         checkpoint, or if training has gone back too often.
         """
         settings, rollbacks = self._experiment.training.spike, self._rollbacks
         assert settings is not None, "spikes are looked for"
         self.checkpointer.finish()
-        what = f"step {spike.step}: {settings.metric} is {spike.value:g}, usually {spike.usual:g}"
         if rollbacks == settings.most:
-            raise RunError(f"{what}; training has gone back {rollbacks} times before (training.spike.most)")
+            raise RunError(f"{spike}; training has gone back {rollbacks} times before (training.spike.most)")
         saved = self._process.gather(tuple(list_checkpoints(self._directory.path)))[WRITER]
         before = [self._directory.checkpoint(step) for step in saved if step <= spike.step - settings.back]
         if not before:
-            raise RunError(f"{what}, and no checkpoint is {settings.back} steps older; see checkpoint.every")
+            raise RunError(f"{spike}, and no checkpoint is {settings.back} steps older; see checkpoint.every")
         with self._contents.in_device_memory():
             found = restore(before, self._contents, self._process, self.checkpointer.group)
         taken = self._parts.training.taken
@@ -390,8 +395,8 @@ class Continuation:
             self._directory.go_back(found)
         records = taken - found.state.taken
         return (
-            found.state.step,
-            f"{what}; training goes back to step {found.state.step} and skips {records} records",
+            found.state,
+            f"{spike}; training goes back to step {found.state.step} and skips {records} records",
         )
 
     def _load_state(self, state: RunState) -> None:
@@ -401,10 +406,12 @@ class Continuation:
 
     def _ask(self) -> tuple[float, ...]:
         """Return what this rank knows: whether the last checkpoint is too old, whether to stop, whether training
-        ends, and the factor of learning rates that a callback wants (minus infinity for none).
+        ends, the factor of learning rates that a callback wants (minus infinity for none), and the latest step to
+        record because of trouble.
 
         Only the rank that writes decides about checkpoints, and has callbacks.
         """
         late = self._process.rank == WRITER and self.checkpointer.is_late()
         factor = self._wishes.rate_factor
-        return late, stop_requested(), self._wishes.ends, -math.inf if factor is None else factor
+        wanted = -math.inf if factor is None else factor
+        return late, stop_requested(), self._wishes.ends, wanted, self._recorder.trouble

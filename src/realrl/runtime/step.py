@@ -27,7 +27,16 @@ from realrl.runtime.measure.step_timer import StepTimer
 from realrl.runtime.prepare.job import Job, SampledStep
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.store import Store
-from realrl.runtime.worker.worker import StepInput, Worker
+from realrl.runtime.worker.worker import StepInput, StepWatch, Worker
+
+
+@dataclass(frozen=True, eq=False)
+class StepData:
+    """Data of a training step on this rank."""
+
+    store: Store
+    prompts: list[int]
+    """Numbers of the records of the step."""
 
 
 class TrainingSteps:
@@ -70,6 +79,8 @@ class TrainingSteps:
         """Factor of the learning rates of the schedules."""
         self.taken = 0
         """Number of records taken so far, including records whose samples were replaced."""
+        self.latest: StepData | None = None
+        """The latest step, which may have failed; None before the first step."""
         self.data = records.identify()
         """Numbers that identify the records and their order."""
         self.scoring = _identify_code(job.train.graph) | {
@@ -77,23 +88,25 @@ class TrainingSteps:
         }
         """Checksums of everything that determines scores on this rank, by name."""
 
-    def run(self, step: int) -> dict[str, float]:
+    def run(self, step: int, watch: StepWatch | None = None) -> dict[str, float]:
         """Execute a step, which is counted from 0.
 
         Returns metrics by `call/name`. Only the rank that writes has all of them.
         """
         phase, sampled = self._job.train, self._job.sampled
         if sampled is not None:
-            return self._run_in_rounds(step, sampled)
+            return self._run_in_rounds(step, sampled, watch)
         store = Store(phase.graph, phase.plan, self._samples)
-        inputs = self._make_input(step, self._take(self._job.experiment.data.batch))
+        prompts = self._take(self._job.experiment.data.batch)
+        self.latest = StepData(store, prompts)
         with self._costs.step():
             program = phase.programs_of(step + 1)[self._process.rank]
-            metrics = self._worker.run(program, store, inputs, self._costs.timer)
+            inputs = self._make_input(step, prompts)
+            metrics = self._worker.run(program, store, inputs, self._costs.timer, watch)
         self._costs.add_lengths(store)
         return flatten(metrics)
 
-    def _run_in_rounds(self, step: int, sampled: SampledStep) -> dict[str, float]:
+    def _run_in_rounds(self, step: int, sampled: SampledStep, watch: StepWatch | None) -> dict[str, float]:
         phase, timer = self._job.train, self._costs.timer
         rounds = SamplingRounds(
             self._process,
@@ -109,9 +122,16 @@ class TrainingSteps:
                 self._take,
                 lambda prompts, before: self._make_input(step, prompts, before),
                 timer,
+                watch,
             )
+            self.latest = StepData(chosen.store, chosen.prompts)
+            if watch is not None:
+                for call in sampled.sampling.graph.order:
+                    if self._process.rank in phase.plan[call.name].output_ranks:
+                        watch.end_call(call, chosen.store)
             program = sampled.learning.programs_of(step + 1)[self._process.rank]
-            found = self._worker.run(program, chosen.store, self._make_input(step, chosen.prompts), timer)
+            inputs = self._make_input(step, chosen.prompts)
+            found = self._worker.run(program, chosen.store, inputs, timer, watch)
         self._costs.add_lengths(chosen.store)
         metrics: dict[str, Metrics] = chosen.metrics | found
         source = next(call.name for call in sampled.sampling.graph.order if call.kind is Kind.GENERATE)
@@ -215,11 +235,12 @@ class SamplingRounds:
         take: Callable[[int], list[int]],
         make_input: MakeInput,
         timer: StepTimer | None = None,
+        watch: StepWatch | None = None,
     ) -> Sampled:
         """Sample until `batch` prompts have answers with different scores, or until the last round.
 
-        `take` returns the next prompts. `timer` measures the rounds. After the last round, the latest prompts whose
-        samples have equal scores fill the batch.
+        `take` returns the next prompts. `timer` measures the rounds, and `watch` sees their models. After the last
+        round, the latest prompts whose samples have equal scores fill the batch.
         """
         rounds: list[_Round] = []
         metrics: dict[str, Metrics] = {}
@@ -231,7 +252,7 @@ class SamplingRounds:
             # Fill the round with copies of one prompt, whose samples are discarded. With other prompts instead, the
             # prompts of a step would depend on the plan.
             padding = prompts[:1] * (self._fewest - len(prompts))
-            latest, found = self._sample(prompts, make_input(prompts + padding, before), timer)
+            latest, found = self._sample(prompts, make_input(prompts + padding, before), timer, watch)
             for call, more in found.items():
                 metrics.setdefault(call, Metrics()).update(more)
             for i, differs in enumerate(latest.differing):
@@ -248,12 +269,12 @@ class SamplingRounds:
         )
 
     def _sample(
-        self, prompts: list[int], inputs: StepInput, timer: StepTimer | None
+        self, prompts: list[int], inputs: StepInput, timer: StepTimer | None, watch: StepWatch | None
     ) -> tuple[_Round, dict[str, Metrics]]:
         """Run a round, and inform all ranks which rank holds which rows."""
         phase, rank = self._step.sampling, self._process.rank
         store = Store(phase.graph, phase.plan, self._samples)
-        metrics = self._worker.run(phase.programs[rank], store, inputs, timer)
+        metrics = self._worker.run(phase.programs[rank], store, inputs, timer, watch)
         items: dict[str, tuple[int, list[int]]] = {}
         scores: dict[int, float] = {}
         for call in phase.graph.calls:

@@ -19,6 +19,7 @@ from realrl.config.errors import RunError, UserCodeError, UserError
 from realrl.config.files import as_os_error, reason_of, whole_file
 from realrl.config.redaction import redact
 from realrl.data.batch import Batch
+from realrl.engine.finite import NotFiniteError
 from realrl.engine.training.skipped_steps import SkippedStepsError
 from realrl.huggingface.tokenizers import list_saving_notes
 from realrl.plan.communicators import list_rank_sets, reallocates
@@ -55,6 +56,7 @@ from realrl.runtime.prepare.job import Job
 from realrl.runtime.prepare.trained_parts import list_trained_parts
 from realrl.runtime.processes.process import Process
 from realrl.runtime.processes.signals import end_by_signal
+from realrl.runtime.replay.recorder import Recorder
 from realrl.runtime.resume import Continuation, StatefulParts
 from realrl.runtime.step import TrainingSteps
 from realrl.runtime.supervision.run_end import NoteFile
@@ -125,6 +127,7 @@ class TrainingRun:
         )
         self.training = TrainingSteps(job, process, self.worker, self.costs, self.records)
         self.steps = self.training.count
+        self.recorder = Recorder(job, process, self.training, self.directory.path, self._say)
         self.evaluations = TrainingEvaluations(
             job, self.worker, loader, process=process, groups=groups, tokenizer=self.tokenizer
         )
@@ -170,6 +173,7 @@ class TrainingRun:
             contents,
             self.checkpointer,
             Wishes() if self.observer is None else self.observer.wishes,
+            self.recorder,
         )
 
     def load(self) -> None:
@@ -252,11 +256,15 @@ class TrainingRun:
             activity.done(done)
             spike = self.continuation.watch(done, metrics)
             if spike is not None:
-                done, note = self.continuation.roll_back(spike)
+                state, note = self.continuation.roll_back(spike)
+                self.recorder.write_spike(done, str(spike), state)
                 self._say(note)
+                done = state.step
                 activity.done(done)
                 continue
-            late, stops, ends, factor = agreement.learn()
+            late, stops, ends, factor, trouble = agreement.learn()
+            if trouble > 0:
+                self.recorder.write_trouble(int(trouble), "an optimizer step was skipped")
             if factor >= 0 and factor != self.training.rate_factor:
                 self.training.rate_factor = factor
                 self._say(
@@ -269,6 +277,9 @@ class TrainingRun:
             if stops > 0 and done < self.steps:
                 self._stop(done)
             agreement.say()
+        trouble = agreement.learn()[-1]
+        if trouble > 0:
+            self.recorder.write_trouble(int(trouble), "an optimizer step was skipped")
 
     def _after_step(self, done: int, *, late: bool = False, resumed: bool = False) -> None:
         """Save and evaluate after `done` steps, if due. `late`: whether a checkpoint is overdue.
@@ -279,7 +290,8 @@ class TrainingRun:
         last = done >= self.steps
         evaluates = last or bool(every and done % every == 0)
         keeps = last and self.experiment.checkpoint.last
-        saves = not resumed and (keeps or late or self.checkpointer.is_due(done))
+        recorded = not last and self.recorder.asks(done + 1)
+        saves = not resumed and (keeps or late or recorded or self.checkpointer.is_due(done))
         if not last and (evaluates or saves or done % COLLECT_EVERY == 0 or done in COLLECT_EARLY):
             self._collect(last=False)
         if last and not resumed:
@@ -303,10 +315,16 @@ class TrainingRun:
         """Train a step, which is counted from 0. Returns its metrics. Only the rank that writes has all."""
         start = time.monotonic()
         self.trace.begin_step()
+        watch = self.recorder.begin(step + 1, self.checkpointer.last)
         try:
-            metrics = self.training.run(step)
+            metrics = self.training.run(step, watch)
         except SkippedStepsError as error:
+            self.recorder.write_failed(step + 1, str(error))
             raise self._stopped(error, step + 1) from None
+        except NotFiniteError as error:
+            self.recorder.write_failed(step + 1, str(error))
+            raise
+        self.recorder.end(step + 1, metrics)
         measured = metrics | self.costs.report_step()
         self._record(MetricsRecord(step + 1, "train", time.monotonic() - start, measured))
         self.trace_files.refresh()
@@ -330,6 +348,7 @@ class TrainingRun:
                 try:
                     trainer.check_learning()
                 except SkippedStepsError as error:
+                    self.recorder.write_trouble(self.steps, str(error))
                     raise self._stopped(error, self.steps) from None
 
     def _stopped(self, error: SkippedStepsError, step: int) -> RunError:

@@ -72,7 +72,7 @@ def test_training_goes_back_after_a_spike_without_the_records_since(
 
     def look(self: SpikeDetector, step: int, metrics: object) -> Spike | None:
         looked.append(step)
-        return Spike(step, 9.0, 1.0) if step == 4 and looked.count(4) == 1 else None
+        return Spike(step, "actor.train/loss", 9.0, 1.0) if step == 4 and looked.count(4) == 1 else None
 
     monkeypatch.setattr(SpikeDetector, "look", look)
     spike = {"metric": "actor.train/loss", "back": 2}
@@ -87,6 +87,9 @@ def test_training_goes_back_after_a_spike_without_the_records_since(
     assert (run_dir / "checkpoints" / "unused-step-000003").is_dir()
     error = capsys.readouterr().err
     assert "step 4: actor.train/loss is 9, usually 1; training goes back to step 2 and skips 32" in error
+    # The step with the spike can be looked at, although step 4 was trained again with other records.
+    assert run_app(["replay", str(run_dir), "--step", "4"]) == 0
+    assert "recorded because step 4: actor.train/loss is 9, usually 1" in capsys.readouterr().out
 
 
 def test_a_mistake_does_not_lose_the_checkpoint_that_is_being_written(

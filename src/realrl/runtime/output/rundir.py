@@ -21,6 +21,7 @@ from realrl.checkpoint.saved import (
     checkpoint_path,
     find_saved,
     list_checkpoints,
+    list_records,
     name_state_file,
     remove_partial,
 )
@@ -166,9 +167,12 @@ class RunDirectory:
     def go_back(self, restored: Restored) -> None:
         """Restore the directory to its state at a checkpoint, except for files that the run will write again.
 
-        Later checkpoints are unreadable or belong to skipped records, so they are renamed. Raises OSError.
+        Later checkpoints are unreadable or belong to skipped records, so they are renamed, and so are the recorded
+        steps that start from them. Raises OSError.
         """
-        for step, path in list_checkpoints(self.path).items():
+        starts = {record.path: record.checkpoint for record in list_records(self.path).values()}
+        starts |= {path: step for step, path in list_checkpoints(self.path).items()}
+        for path, step in starts.items():
             if step > restored.state.step:
                 aside = path.with_name(f"unused-{path.name}")
                 if aside.exists():

@@ -50,6 +50,16 @@ class Store:
         held = self._rows.get(key, {})
         return Ragged.of([held[i] for i in ids], dtype=KEY_DTYPES[self.graph.keys[key].dtype])
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys of which this rank holds rows."""
+        return tuple(self._rows)
+
+    def held(self, key: str) -> tuple[list[int], Ragged]:
+        """Return the items whose rows of `key` this rank holds, in ascending order, and these rows."""
+        items = sorted(self._rows[key])
+        return items, self.rows(key, items)
+
     def row_lengths(self, key: str, ids: list[int]) -> tuple[int, ...]:
         """Return the lengths of rows of `key`, regardless of the rank that holds them."""
         length_key = self.graph.length_key(key)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from realrl.algorithms.base.method import (
     Algorithm,
@@ -22,6 +22,7 @@ from realrl.dataflow.call import Call, Kind
 from realrl.engine.finite import NotFiniteError, NotFiniteLogitsError
 from realrl.engine.generation.generator import generate, group_samples
 from realrl.engine.generation.sampling_noise import SamplingSeed
+from realrl.engine.model import Model
 from realrl.engine.reduced_metrics import DifferentMetricsError
 from realrl.engine.training.trainer import TrainOptions
 from realrl.program.instructions import (
@@ -73,6 +74,16 @@ class StepInput:
     """Whether train calls only add their gradients to those of earlier calls, without an optimizer step."""
 
 
+class StepWatch(Protocol):
+    """Sees the calls of a step on this rank."""
+
+    def begin_call(self, call: Call, model: Model) -> None:
+        """See the model of a call before the call runs."""
+
+    def end_call(self, call: Call, store: Store) -> None:
+        """See the outputs of a call, which this rank has just put into the store. It may replace them."""
+
+
 @dataclass
 class _Step:
     """A step in progress."""
@@ -80,6 +91,7 @@ class _Step:
     store: Store
     input: StepInput
     timer: StepTimer | None
+    watch: StepWatch | None
     metrics: dict[str, Metrics]
     """Metrics by call."""
     advance: Callable[[], None]
@@ -141,15 +153,21 @@ class Worker:
             self._activity.advance()
 
     def run(
-        self, program: Program, store: Store, step: StepInput, timer: StepTimer | None = None
+        self,
+        program: Program,
+        store: Store,
+        step: StepInput,
+        timer: StepTimer | None = None,
+        watch: StepWatch | None = None,
     ) -> dict[str, Metrics]:
-        """Execute one step, and put its results into the empty `store`. `timer` measures the step.
+        """Execute one step, and put its results into the empty `store`. `timer` measures the step, and `watch` sees
+        its calls.
 
         Returns metrics by call. The rank that writes gets the metrics of all calls. Other ranks get the metrics of
         the calls that they run. If a function has failed, its error is raised when its outputs or metrics are
         needed, or at the end of the step.
         """
-        now = _Step(store, step, timer, {}, self._activity.advance)
+        now = _Step(store, step, timer, watch, {}, self._activity.advance)
         handlers: dict[type[Instruction], Callable[..., None]] = {
             Feed: lambda _: store.feed(step.records),
             Run: lambda i: self._run_call(i, now),
@@ -237,6 +255,8 @@ class Worker:
         ids = store.items(call, store.plan[function].item_index(self._process.rank))
         for key in call.outputs:
             store.put(key, ids, returned.outputs[key])
+        if now.watch is not None and ids:
+            now.watch.end_call(call, store)
         # Metrics of other ranks may have arrived already.
         now.metrics.setdefault(function, Metrics()).update(returned.metrics)
         if now.timer is not None:
@@ -267,6 +287,8 @@ class Worker:
         dp = run.placement.item_index(self._process.rank)
         batch = store.batch(call, dp)
         model = self._roles.model(run.role, run.placement)
+        if now.watch is not None:
+            now.watch.begin_call(call, model)
         model.counts.reset()
         max_tokens = run.placement.strategy.micro_batch_tokens
         method = self._algorithm.method(call.name)
@@ -316,6 +338,8 @@ class Worker:
             now.worked(lambda: read_passes(model.counts))
         for key in call.outputs if len(batch) and self._process.rank in run.placement.output_ranks else ():
             store.put(key, batch.ids, batch[key.removeprefix(call.prefix)])
+        if now.watch is not None and len(batch) and self._process.rank in run.placement.output_ranks:
+            now.watch.end_call(call, store)
 
     def _train(self, run: Run, call: Call, batch: Batch, now: _Step) -> Metrics:
         minibatches = now.store.assignment(call)[run.placement.item_index(self._process.rank)]
