@@ -125,7 +125,7 @@ def _read_run(
 
 def _check(experiment: "Experiment", step: int) -> None:
     """Find mistakes before any process starts."""
-    from realrl.runtime.replay.records import read_record
+    from realrl.runtime.records.step_record import read_record
     from realrl.runtime.replay.replay import check_checkpoint
 
     run_dir = Path(experiment.run_dir)
@@ -135,7 +135,7 @@ def _check(experiment: "Experiment", step: int) -> None:
 def _list_records(run_dir: Path) -> None:
     """Print the recorded steps of a run."""
     from realrl.checkpoint.saved import list_records
-    from realrl.runtime.replay.records import describe_records, read_record
+    from realrl.runtime.records.step_record import describe_records, read_record
 
     if not list_records(run_dir):
         typer.echo(describe_records(run_dir))

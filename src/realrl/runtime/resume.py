@@ -32,7 +32,7 @@ from realrl.runtime.prepare.job import Phase
 from realrl.runtime.processes.environment import restart_count
 from realrl.runtime.processes.process import Process
 from realrl.runtime.processes.signals import stop_requested
-from realrl.runtime.replay.recorder import Recorder
+from realrl.runtime.recorder import Recorder
 from realrl.runtime.step import TrainingSteps
 from realrl.runtime.worker.roles import Roles
 

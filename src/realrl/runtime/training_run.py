@@ -56,7 +56,7 @@ from realrl.runtime.prepare.job import Job
 from realrl.runtime.prepare.trained_parts import list_trained_parts
 from realrl.runtime.processes.process import Process
 from realrl.runtime.processes.signals import end_by_signal
-from realrl.runtime.replay.recorder import Recorder
+from realrl.runtime.recorder import Recorder
 from realrl.runtime.resume import Continuation, StatefulParts
 from realrl.runtime.step import TrainingSteps
 from realrl.runtime.supervision.run_end import NoteFile

@@ -12,8 +12,8 @@ from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.engine.model import Model
 from realrl.runtime.measure.metric_names import PERFORMANCE
-from realrl.runtime.replay.fingerprints import Fingerprint, Fingerprints, add_fingerprints, take_fingerprints
-from realrl.runtime.replay.records import StepRecord
+from realrl.runtime.records.fingerprints import Fingerprint, Fingerprints, add_fingerprints, take_fingerprints
+from realrl.runtime.records.step_record import StepRecord
 from realrl.runtime.worker.store import Store
 
 

@@ -33,8 +33,8 @@ from realrl.runtime.prepare.devices import check_kind
 from realrl.runtime.prepare.job import Job, make_job
 from realrl.runtime.processes.process import Process, connect, resolve_cluster
 from realrl.runtime.processes.startup import find_least_device
+from realrl.runtime.records.step_record import StepRecord, read_record
 from realrl.runtime.replay.compare import CallComparison, Comparer, StepComparer
-from realrl.runtime.replay.records import StepRecord, read_record
 from realrl.runtime.training_run import TrainingRun
 
 

@@ -15,8 +15,8 @@ from realrl.engine.model import Model
 from realrl.program.lower import WRITER
 from realrl.runtime.prepare.job import Job
 from realrl.runtime.processes.process import Process
-from realrl.runtime.replay.fingerprints import Fingerprints, take_fingerprints
-from realrl.runtime.replay.records import RankRecord, Rows, StepHeader
+from realrl.runtime.records.fingerprints import Fingerprints, take_fingerprints
+from realrl.runtime.records.step_record import RankRecord, Rows, StepHeader
 from realrl.runtime.step import StepData, TrainingSteps
 from realrl.runtime.worker.store import Store
 

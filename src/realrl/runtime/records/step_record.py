@@ -17,7 +17,7 @@ from realrl.checkpoint.saved import list_records
 from realrl.config.errors import UserError
 from realrl.config.files import whole_file
 from realrl.data.batch import Ragged
-from realrl.runtime.replay.fingerprints import Fingerprint, Fingerprints, add_fingerprints
+from realrl.runtime.records.fingerprints import Fingerprint, Fingerprints, add_fingerprints
 
 Rows = Mapping[str, tuple[Sequence[int], Ragged]]
 """Rows by key, with the items that they belong to."""
