@@ -27,6 +27,11 @@ def __getattr__(name: str) -> Any:
     """Find a class or function of the API at its first use."""
     from importlib import import_module
 
+    if name.startswith("_"):  # Python itself asks for names such as __path__
+        raise AttributeError(f"module 'realrl' has no attribute {name!r}")
+    from realrl.api.errors import install_hooks
+
+    install_hooks()
     if name in NAMES:
         module, _, attribute = NAMES[name].partition(":")
         return getattr(import_module(module), attribute)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from realrl.api.arguments import read_arguments
 from realrl.api.errors import plain_errors
+from realrl.api.notebook import show_progress
 from realrl.api.run_results import Run
 from realrl.config.errors import UserError
 from realrl.recipe.algorithm import AlgorithmSpec
@@ -67,23 +68,26 @@ class Algorithm:
     def train(self) -> Run:
         """Train until the end, or resume the run in `run_dir`. Returns the run.
 
-        Uses the processes of torchrun; otherwise starts one local process per device, and trains a recipe
+        Uses the processes of torchrun or srun; otherwise starts one local process per device, and trains a recipe
         for a single device in this process. A script needs no `__main__` guard. Raises UserError or RunError.
         """
         from realrl.runtime.processes.environment import set_library_defaults
+        from realrl.runtime.processes.slurm import join_slurm_step
         from realrl.runtime.start import start_training
 
         set_library_defaults()
+        join_slurm_step()
         objects = find_objects(self.experiment.model_dump(mode="json"))
         if self._callbacks:
             objects[CALLBACKS] = self._callbacks
-        outcome = start_training(
-            self.experiment,
-            self._observe,
-            _say,
-            here=True,
-            objects=(lambda: pack_objects(objects)) if objects else None,
-        )
+        with show_progress():
+            outcome = start_training(
+                self.experiment,
+                self._observe,
+                _say,
+                here=True,
+                objects=(lambda: pack_objects(objects)) if objects else None,
+            )
         # Cycles hold process groups. If their threads live when the interpreter ends, they abort it.
         gc.collect()
         if outcome.cause is not None:
@@ -92,9 +96,9 @@ class Algorithm:
 
     @contextmanager
     def _observe(self) -> "Iterator[RunObserver]":
-        from realrl.cli.progress import Progress
+        from realrl.cli.progress import Progress, find_notebook
 
-        with Progress() as progress:
+        with Progress(find_notebook()) as progress:
             yield CallbackObserver(progress, self._callbacks)
 
     def resume(self) -> Run:
@@ -110,9 +114,11 @@ class Algorithm:
         """
         from realrl.runtime.evaluation.run import evaluate_recipe
         from realrl.runtime.processes.environment import set_library_defaults, under_launcher
+        from realrl.runtime.processes.slurm import join_slurm_step
         from realrl.runtime.start import find_cluster
 
         set_library_defaults()
+        join_slurm_step()
         size = find_cluster(self.experiment).size
         if size > 1 and not under_launcher():
             raise UserError(f"evaluate() runs in one process, not on {size} devices; use `realrl eval`")

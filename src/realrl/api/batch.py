@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from realrl.api.errors import plain_errors
 from realrl.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,16 +33,21 @@ class Batch:
     def __iter__(self) -> Iterator[str]:
         return iter(self._columns)
 
+    @plain_errors
     def __getitem__(self, name: str) -> "Tensor | list[Tensor]":
-        """Return a column: a tensor [N] with one number for each sequence, or a list with a tensor for each."""
+        """Return a column: a tensor [N] with one number for each sequence, or a list with a tensor for each.
+
+        Raises UserError if there is no such column.
+        """
         if name not in self._columns:
-            raise KeyError(f"the batch has no column {name!r}; it has {', '.join(self._columns)}")
+            raise UserError(f"the batch has no column {name!r}; it has {', '.join(self._columns)}")
         column = self._columns[name]
         return column.rows() if self._has_rows(name) else column.values
 
     def _has_rows(self, name: str) -> bool:
         return self._columns[name].lengths == self._columns["sequences"].lengths
 
+    @plain_errors
     def __setitem__(self, name: str, values: Any) -> None:
         import torch
 

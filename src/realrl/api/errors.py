@@ -9,8 +9,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
+from realrl.api.notebook import find_shell
 from realrl.config.errors import RunError, UserCodeError, UserError
 from realrl.runtime.processes.signals import Interrupted, forget_interruption
+from realrl.runtime.supervision.failures import is_told_elsewhere
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -29,10 +31,8 @@ def plain_errors(function: Callable[Parameters, Result]) -> Callable[Parameters,
         try:
             return function(*arguments, **named)
         except (UserError, RunError) as error:
-            _install_hooks()
             raise error.with_traceback(None) from None
         except Interrupted as interrupted:
-            _install_hooks()
             forget_interruption()
             if interrupted.number != signal.SIGINT:
                 raise SystemExit(interrupted.status) from None
@@ -51,11 +51,17 @@ def format_error(error: BaseException, frames: TracebackType | None) -> str:
         "".join(["Traceback (most recent call last):\n", *traceback.format_list(theirs)]) if theirs else ""
     )
     own = error.trace if isinstance(error, UserCodeError) else ""
-    package = "" if isinstance(error, KeyboardInterrupt) else "realrl."
-    return f"{own}{trace}{package}{type(error).__name__}: {error}\n"
+    return f"{own}{trace}{_name(error)}: {error}\n"
 
 
-def _install_hooks() -> None:
+def _name(error: BaseException) -> str:
+    """Name the class of an error as users import it. A UserCodeError is a UserError for them."""
+    if isinstance(error, KeyboardInterrupt):
+        return "KeyboardInterrupt"
+    return "realrl.UserError" if isinstance(error, UserError) else "realrl.RunError"
+
+
+def install_hooks() -> None:
     """Have Python, and IPython if it runs, print these errors by `format_error`. A second call does nothing."""
     before = sys.excepthook
     if getattr(before, "of_realrl", False):
@@ -63,16 +69,21 @@ def _install_hooks() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
         if isinstance(error, UserError | RunError) or getattr(error, "of_realrl", False):
-            print(format_error(error, frames), end="", file=sys.stderr)
+            if not is_told_elsewhere(error):
+                print(format_error(error, frames), end="", file=sys.stderr)
         else:
             before(kind, error, frames)
 
     hook.of_realrl = True  # type: ignore[attr-defined]
     sys.excepthook = hook
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    shell = find_shell()
     if shell is not None:
 
-        def show(_: Any, kind: type[BaseException], error: BaseException, frames: Any, **__: Any) -> None:
-            print(format_error(error, frames), end="", file=sys.stderr)
+        def show(
+            shell: Any, kind: type[BaseException], error: BaseException, frames: TracebackType, **_: Any
+        ) -> None:
+            # The first frame is IPython's own.
+            shown = UserError if issubclass(kind, UserError) else kind
+            shell._showtraceback(shown, error, format_error(error, frames.tb_next).splitlines())
 
         shell.set_custom_exc((UserError, RunError), show)

@@ -44,6 +44,7 @@ class RequestOutput:
 class LLM:
     """A language model that answers prompts. Its weights stay in memory until `close`, or the end of the script."""
 
+    @plain_errors
     def __init__(self, model: Any, **settings: Any) -> None:
         """Load a model: a path, a hub name, a `transformers` model, or a section as in recipes.
 

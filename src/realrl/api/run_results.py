@@ -1,11 +1,11 @@
 """Results of a training run, read from its directory."""
 
-import html
 import json
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from realrl.api.errors import plain_errors
 from realrl.checkpoint.saved import CONFIG, METRICS, SUMMARY, checkpoint_path
 from realrl.config.errors import UserError
 from realrl.config.paths import local_path
@@ -13,6 +13,7 @@ from realrl.config.paths import local_path
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from realrl.cli.monitoring.metrics import Cost
     from realrl.plan.plan import Plan
     from realrl.planner.report.comparison import Comparison
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 class Run:
     """A training run in a directory, finished or not. Everything is read when it is asked for."""
 
+    @plain_errors
     def __init__(self, path: str | Path) -> None:
         """Open the run in a directory. Raises UserError if there is none."""
         self.path = local_path(str(path))
@@ -33,6 +35,7 @@ class Run:
         return (self.path / SUMMARY).is_file()
 
     @property
+    @plain_errors
     def metrics(self) -> list[dict[str, Any]]:
         """A record per training step and evaluation: `step`, `kind` (`train` or `eval`), `seconds`, and metrics.
 
@@ -48,6 +51,7 @@ class Run:
         ]
 
     @property
+    @plain_errors
     def frame(self) -> Any:
         """The metrics as a pandas DataFrame. Raises UserError without pandas."""
         try:
@@ -59,6 +63,7 @@ class Run:
         return pandas.DataFrame(self.metrics)
 
     @property
+    @plain_errors
     def samples(self) -> list[dict[str, Any]]:
         """The shown answers of the last evaluation: `prompt`, `completion`, and scores."""
         from realrl.cli.monitoring.metrics import read_rows
@@ -67,6 +72,7 @@ class Run:
         return read_rows(files[-1]) if files else []
 
     @property
+    @plain_errors
     def model(self) -> Path:
         """Hugging Face directory of the final model. Raises UserError if the run has not saved it."""
         final = checkpoint_path(self.path, None)
@@ -83,6 +89,7 @@ class Run:
         return (self.path / CONFIG).read_text(encoding="utf-8")
 
     @property
+    @plain_errors
     def plan(self) -> "Plan":
         """The execution plan."""
         from realrl.plan.plan import Plan
@@ -91,6 +98,7 @@ class Run:
         return Plan.load(str(self.path / "plan.yaml"), load_experiment(str(self.path / CONFIG)).graph)
 
     @cached_property
+    @plain_errors
     def costs(self) -> "Comparison | None":
         """Measured and predicted seconds and bytes of each call; None before the run has compared them."""
         from realrl.planner.report.comparison import COSTS, Comparison
@@ -98,15 +106,18 @@ class Run:
         return Comparison.load(self.path) if (self.path / COSTS).is_file() else None
 
     @property
+    @plain_errors
     def measured(self) -> float | None:
         """Median measured seconds of a training step; None before they are compared."""
         return None if self.costs is None or self.costs.step is None else self.costs.step.median
 
     @property
+    @plain_errors
     def predicted(self) -> float | None:
         """Predicted seconds of a training step; None before they are compared, or without a prediction."""
         return None if self.costs is None else self.costs.predicted_step_seconds
 
+    @plain_errors
     def plot(self) -> "Figure":
         """Draw the curves of the run. Raises UserError without matplotlib."""
         from realrl.cli.report import make_figure, read_run
@@ -120,21 +131,68 @@ class Run:
         return f"Run({str(self.path)!r}, {max(steps, default=0)} steps, {state})"
 
     def _repr_html_(self) -> str:
-        """Show the run in a notebook: its directory, state, last metrics and samples."""
+        """Show the run in a notebook: last metrics, timeline of the last step, costs of its calls, and samples."""
+        from realrl.cli.monitoring.metrics import list_costs
+        from realrl.cli.monitoring.timeline import LEGEND, find_last_step
+        from realrl.cli.page.text import format_seconds
+        from realrl.cli.page.timeline import find_template
+
+        try:
+            costs, note = (
+                self.costs,
+                "Costs are compared at the first evaluation, checkpoint or end of the run.",
+            )
+        except UserError as error:
+            costs, note = None, str(error)
+        if costs is not None:
+            note = _describe_medians(costs)
+        kinds = {} if costs is None else {of.call.name: str(of.call.kind) for of in costs.calls}
         train = [row for row in self.metrics if row["kind"] == "train"]
         last = train[-1] if train else {}
-        rows = "".join(_row(name, value) for name, value in last.items() if name not in ("kind", "seconds"))
-        shown = "".join(
-            f"<li><b>{html.escape(_text(sample.get('prompt')))}</b>"
-            f" {html.escape(_text(sample.get('completion')))}</li>"
-            for sample in self.samples[:3]
+        step = find_last_step(self.path, kinds)
+        looks = (
+            {look for box in step.drawing.boxes for look in box.look.split()} if step is not None else set()
         )
-        return f"<p><code>{html.escape(repr(self))}</code></p><table>{rows}</table><ul>{shown}</ul>"
+        measured = ""
+        if step is not None:
+            measured = f"{format_seconds(step.seconds)} measured"
+            if step.predicted_seconds is not None:
+                measured += f", {format_seconds(step.predicted_seconds)} predicted"
+        return find_template("run.html.jinja").render(
+            title=repr(self),
+            metrics=[(name, _show(last[name])) for name in last if name not in ("kind", "seconds")],
+            step=step,
+            no_step="No step is traced yet: a training step writes its trace (debug.traced_steps).",
+            measured=measured,
+            legend=[(look, text) for look, text in LEGEND if look.split()[-1] in looks],
+            costs=[] if costs is None else [_list_cells(cost) for cost in list_costs(costs)],
+            note=note,
+            samples=[(_text(of.get("prompt")), _text(of.get("completion"))) for of in self.samples[:3]],
+        )
 
 
-def _row(name: str, value: Any) -> str:
-    shown = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return f"<tr><td>{html.escape(name)}</td><td>{html.escape(shown)}</td></tr>"
+def _describe_medians(costs: "Comparison") -> str:
+    from realrl.cli.costs import compares
+
+    steps = costs.step.steps
+    text = f"Medians of {steps} steps" if steps > 1 else "Times of one step"
+    if costs.spec is None:
+        return f"{text}. There are no predictions, because the kind of the devices is not known."
+    few = "" if compares(costs) else ", too few to judge predictions by"
+    return f"{text}{few}. Predictions are for the measured lengths."
+
+
+def _list_cells(cost: "Cost") -> list[str]:
+    """List the cells of a row: name, placement, predicted and measured seconds, and their ratio."""
+    from realrl.cli.page.text import format_measured
+
+    before, after = cost.predicted_seconds, cost.seconds
+    seconds = ["" if value is None else format_measured(value) for value in (before, after)]
+    return [cost.name, cost.placement or "", *seconds, f"{after / before:.2f}" if before and after else ""]
+
+
+def _show(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _text(value: Any) -> str:

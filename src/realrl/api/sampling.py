@@ -5,6 +5,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from realrl.api.errors import plain_errors
 from realrl.config.errors import UserError
 from realrl.config.explain import explain
 from realrl.recipe.generation import GenerationConfig
@@ -20,6 +21,7 @@ class Sampling:
     max_tokens, min_tokens, temperature=0 for greedy, and top_k=-1 for all. Raises UserError for a mistake.
     """
 
+    @plain_errors
     def __init__(self, n: int = 1, **settings: Any) -> None:
         if not isinstance(n, int) or n < 1:
             raise UserError(f"n={n!r} is not a whole number above 0")

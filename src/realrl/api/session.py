@@ -39,8 +39,8 @@ class Session:
     """Models with roles, for a training loop that you write. docs/python.md has an example.
 
     The engine places the models by a plan, moves parameters between calls, packs sequences and divides them over
-    devices. On several devices of this machine, the session starts a process for each of them. Under torchrun, all
-    processes run the loop together and see the same results; the columns of the first process count.
+    devices. On several devices of this machine, the session starts a process for each of them. Under torchrun and
+    srun, all processes run the loop together and see the same results; the columns of the first process count.
     """
 
     @plain_errors
@@ -64,9 +64,11 @@ class Session:
         recipes, such as cluster, device, seed and micro_batch_tokens. Raises UserError for a mistake.
         """
         from realrl.runtime.processes.environment import set_library_defaults
+        from realrl.runtime.processes.slurm import join_slurm_step
         from realrl.runtime.start import find_cluster
 
         set_library_defaults()
+        join_slurm_step()
         preset, placements = (plan, {}) if isinstance(plan, str) else ("symmetric", dict(plan))
         given = SessionModels(
             {role: read_model(model) for role, model in models.items()},

@@ -29,6 +29,7 @@ from realrl.cli.tokenizer import tokenizer
 from realrl.cli.train import train
 from realrl.runtime.processes.environment import is_writer
 from realrl.runtime.processes.signals import Interrupted, find_interruption
+from realrl.runtime.processes.slurm import join_slurm_step
 from realrl.runtime.supervision.orphans import SCRATCH_VARIABLE
 
 app = typer.Typer(
@@ -70,6 +71,7 @@ def _options(
     if version:
         typer.echo(f"realrl {__version__}")
         raise typer.Exit
+    join_slurm_step()
 
 
 def run_app(arguments: Sequence[str]) -> int:

@@ -1,8 +1,11 @@
 """Progress on the terminal: of a training run, and of the measurements of `realrl profile`."""
 
+import os
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
@@ -12,9 +15,11 @@ from rich.table import Column
 
 from realrl.cli.costs import compares, costs_note, costs_table
 from realrl.cli.monitoring.metrics import describe_speed, read_speed
+from realrl.config.files import write_whole
 from realrl.runtime.evaluation.answers import PROMPTS
 from realrl.runtime.observer import Wishes
 from realrl.runtime.output.untaught import find_untaught
+from realrl.runtime.processes.environment import PROGRESS_VARIABLE
 
 if TYPE_CHECKING:
     from realrl.planner.report.comparison import Comparison
@@ -27,13 +32,36 @@ _QUIET_SECONDS = 10.0
 """Minimum seconds between training lines without a terminal, so that a log stays readable."""
 
 
+def find_notebook() -> Callable[[str], None] | None:
+    """Find how this process shows progress in the notebook that has started its run; None without a notebook."""
+    file = os.environ.get(PROGRESS_VARIABLE)
+    if file is None:
+        return None
+
+    def show(line: str) -> None:
+        # A full disk must not end the run.
+        with suppress(OSError):
+            write_whole(Path(file), line)
+
+    return show
+
+
 class _Display:
     """Bars on a terminal, and plain lines in a log file."""
 
     _bars: Bars
 
-    def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+    def __init__(self, *, plain: bool = False) -> None:
+        """`plain`: write lines even if the environment asks for colours, as it does in notebooks."""
+        forced = False if plain else None
+        self._console = Console(
+            stderr=True,
+            highlight=False,
+            markup=False,
+            emoji=False,
+            force_terminal=forced,
+            force_jupyter=forced,
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -92,8 +120,10 @@ class Progress(_Display):
 
     wishes = Wishes()
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, show: Callable[[str], None] | None = None) -> None:
+        """`show` shows a line for each step in place of the line before, instead of a bar."""
+        super().__init__(plain=show is not None)
+        self._show = show
         self._bars = Bars(
             TextColumn("{task.description}"),
             BarColumn(bar_width=12),
@@ -113,6 +143,8 @@ class Progress(_Display):
         """Show the bar."""
         self._headlines, self._steps = experiment.spec.headlines, steps
         self._task = self._bars.add_task(experiment.spec.name, total=steps, metrics="")
+        if self._show is not None:
+            self._show(f"{experiment.spec.name}: step 0/{steps}")
         self._start()
 
     def record(self, record: "MetricsRecord") -> None:
@@ -123,9 +155,12 @@ class Progress(_Display):
             return
         self._last = record
         self._bars.update(self._task, completed=record.step, metrics=text)
-        if not self._console.is_terminal and time.monotonic() - self._spoken > _QUIET_SECONDS:
+        line = f"step {record.step}/{self._steps} {record.seconds:.2f} s: {text}"
+        if self._show is not None:
+            self._show(line)
+        elif not self._console.is_terminal and time.monotonic() - self._spoken > _QUIET_SECONDS:
             self._spoken = time.monotonic()
-            self._print(f"step {record.step}/{self._steps} {record.seconds:.2f} s: {text}")
+            self._print(line)
 
     def costs(self, comparison: "Comparison") -> None:
         """Print the table of measured and predicted costs."""

@@ -12,6 +12,7 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from numbers import Number
 from pathlib import Path
@@ -118,8 +119,14 @@ class UserCode:
 
 
 def find_definition(function: Callable[..., Any]) -> tuple[Path, int] | None:
-    """Find the file and line of a function's definition; None if Python does not know it."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
+    """Find the file and line of the definition of a function, a partial or a callable object; None if Python does
+    not know it."""
+    while isinstance(function, partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    if not hasattr(function, "__code__"):
+        function = type(function).__call__  # of a callable object
+    code = getattr(function, "__code__", None)
     return None if code is None else (Path(code.co_filename).resolve(), code.co_firstlineno)
 
 
@@ -282,7 +289,7 @@ class UserFunction:
 
         An async function runs in its own event loop. Raises UserCodeError if the function raises, or returns
         another number of values."""
-        with self._code.errors("raised"):
+        with self._code.errors("raised", function=self.function):
             given = self.function(*arguments, **named)
             if inspect.isawaitable(given):
                 given = asyncio.run(_wait(given))

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from realrl.config.errors import UserCodeError, UserError
-from realrl.planner.report.comparison import Comparison
-from realrl.recipe.experiment import Experiment
 from realrl.runtime.observer import MetricsRecord, RunObserver, Wishes
+
+if TYPE_CHECKING:
+    from realrl.planner.report.comparison import Comparison
+    from realrl.recipe.experiment import Experiment
 
 
 @dataclass
@@ -60,7 +62,7 @@ class CallbackObserver:
         self._shown, self._callbacks, self._steps = shown, callbacks, 0
         self.wishes = Wishes()
 
-    def begin(self, experiment: Experiment, steps: int) -> None:
+    def begin(self, experiment: "Experiment", steps: int) -> None:
         """Pass on the beginning of the run."""
         self._steps = steps
         self._shown.begin(experiment, steps)
@@ -76,7 +78,7 @@ class CallbackObserver:
         for callback in self._callbacks:
             _call(callback, record.kind, step)
 
-    def costs(self, comparison: Comparison) -> None:
+    def costs(self, comparison: "Comparison") -> None:
         """Pass on measured and predicted costs."""
         self._shown.costs(comparison)
 

@@ -14,7 +14,7 @@ from realrl.checkpoint.saved import BEST, METRICS, list_checkpoints
 from realrl.cli.monitoring.metrics import MetricPart, find_metric, list_costs, read_part
 from realrl.cli.monitoring.server import Query, Reply, Route
 from realrl.cli.monitoring.status import describe_activity, read_algorithm, read_status
-from realrl.cli.monitoring.timeline import draw_last_step
+from realrl.cli.monitoring.timeline import LEGEND, draw_last_step
 from realrl.cli.page.timeline import find_template
 from realrl.config.errors import UserError
 from realrl.config.json_file import parse_rows, read_tail
@@ -52,7 +52,7 @@ class RunPage:
         """Make the page itself. It contains the run's name, and requests all other data."""
         nonce = secrets.token_urlsafe(16)
         text = find_template("watch.html.jinja").render(
-            name=self._inside.name, nonce=nonce, version=__version__
+            name=self._inside.name, nonce=nonce, version=__version__, legend=LEGEND
         )
         policy = (
             f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; connect-src 'self';"

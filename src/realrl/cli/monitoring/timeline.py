@@ -33,6 +33,32 @@ _NEGLIGIBLE = 2e-4
 _COLOURS = 8
 
 
+LEGEND = (
+    ("r7 generate", "generate"),
+    ("r7 inference", "inference"),
+    ("r7 train", "train"),
+    ("function", "function on the host"),
+    ("r7 move", "parameters are reallocated"),
+    ("r7 host", "copied from or to host memory"),
+    ("wait", "waits for others, or exchanges data"),
+)
+"""CSS classes of boxes, and what they mean."""
+
+
+@dataclass(frozen=True)
+class DrawnStep:
+    """Picture of the last step of a run. Times are in seconds."""
+
+    step: int
+    """Number of the step, from 1 on."""
+    ranks: int
+    """Number of ranks in the picture."""
+    seconds: float
+    predicted_seconds: float | None
+    """Predicted duration of a single step; None without a prediction."""
+    drawing: TimelineDrawing
+
+
 @dataclass(frozen=True)
 class _Row:
     """A row of the picture: the trace slices of one rank, which stand for all ranks of the row."""
@@ -45,10 +71,26 @@ class _Row:
 
 
 def draw_last_step(run_dir: Path, kinds: Mapping[str, str]) -> dict[str, Any] | None:
-    """Draw the latest training step for which most ranks have slices, as SVG elements; None before the first step.
+    """Draw the step of `find_last_step` as SVG elements, for scripts of a page."""
+    found = find_last_step(run_dir, kinds)
+    if found is None:
+        return None
+    template: Any = find_template("timeline.jinja").module
+    return {
+        "step": found.step,
+        "ranks": found.ranks,
+        "seconds": found.seconds,
+        "predicted_seconds": found.predicted_seconds,
+        "height": round(found.drawing.height + template.axis, 1),
+        "gutter": str(template.gutter(found.drawing)),
+        "plot": str(template.patterns()) + str(template.plot(found.drawing, True)),
+    }
 
-    `kinds` maps a call to its kind. The kind of other calls is guessed from the end of their names. The result also
-    has the number of the step, the number of ranks in the picture, and the measured and the predicted seconds.
+
+def find_last_step(run_dir: Path, kinds: Mapping[str, str]) -> DrawnStep | None:
+    """Draw the latest training step for which most ranks have slices; None before the first step.
+
+    `kinds` maps a call to its kind. The kind of other calls is guessed from the end of their names.
     """
     traces = read_rank_traces(run_dir, _RANKS, _TRACES)
     step = _find_step(traces)
@@ -67,16 +109,7 @@ def draw_last_step(run_dir: Path, kinds: Mapping[str, str]) -> dict[str, Any] | 
     expected = _end(predicted) if predicted else None
     rows = list(_list_rows(measured, predicted, origin))
     drawing = _draw(rows, max(seconds, expected or 0.0, 1e-6), kinds)
-    template: Any = find_template("timeline.jinja").module
-    return {
-        "step": step + 1,
-        "ranks": len(measured),
-        "seconds": seconds,
-        "predicted_seconds": expected,
-        "height": round(drawing.height + template.axis, 1),
-        "gutter": str(template.gutter(drawing)),
-        "plot": str(template.patterns()) + str(template.plot(drawing, True)),
-    }
+    return DrawnStep(step + 1, len(measured), seconds, expected, drawing)
 
 
 def _find_step(traces: Mapping[int, Sequence[Event]]) -> int | None:

@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+from collections.abc import Mapping
 from typing import NoReturn
 
 STORE_VARIABLE = "REALRL_STORE"
@@ -15,6 +16,8 @@ SLOT_VARIABLE = "REALRL_SLOT"
 """Number of a rank's device on this machine. It stays the same if the run continues without other devices."""
 OBJECTS_VARIABLE = "REALRL_OBJECTS"
 """Path of the file with the functions that a script has passed to its run."""
+PROGRESS_VARIABLE = "REALRL_PROGRESS"
+"""Path of the file in which the first rank keeps its progress line, for the notebook that has started the run."""
 RESTART_VARIABLE = "REALRL_RESTART"
 """Number of times that realrl's launcher has restarted the run. torchrun and Slurm have their own variables."""
 
@@ -68,9 +71,12 @@ def set_library_defaults() -> None:
         os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
 
 
-def under_launcher() -> bool:
-    """Return whether this process is a rank that torchrun, or a launcher of realrl, has started."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+def under_launcher(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether this process is a rank that torchrun, srun or a launcher of realrl has started.
+
+    For a process of srun, `join_slurm_step` sets the variables first.
+    """
+    return "RANK" in environment and "WORLD_SIZE" in environment
 
 
 def is_debugged() -> bool:

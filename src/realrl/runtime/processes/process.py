@@ -185,7 +185,8 @@ def connect(device: Device, launch: LaunchConfig | None = None) -> Process:
     gpus = torch.cuda.device_count()
     if cuda and here > gpus:
         raise UserError(
-            f"{here} processes cannot share the {gpus} GPUs here; make the cluster smaller or set device=cpu"
+            f"{here} processes cannot share the {gpus} GPUs here; make the cluster smaller or set device=cpu; with"
+            " srun, request GPUs by --gpus-per-node, because each process must see all GPUs of its node"
         )
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     place = torch.device("cuda", local_rank) if cuda else torch.device("cpu")

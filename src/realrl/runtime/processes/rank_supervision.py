@@ -49,11 +49,13 @@ class Supervision:
         self._peers: PeerWatch | None = None
         self._run_dir: Path | None = None
         self._closed = threading.Event()
+        self._heartbeats: threading.Thread | None = None
         scratch = os.environ.get(SCRATCH_VARIABLE)
         if scratch is not None:
             self._board = board = FileBoard(scratch, rank)
             self.activity.on_change = lambda: board.publish(self.activity.describe())
-            self._begin_heartbeats(board)
+            # Never stop these heartbeats, because a process that is exiting is not frozen.
+            self._begin_heartbeats(board, threading.Event())
             end_with_launcher(int(os.environ[LAUNCHER_VARIABLE]))
 
     def join_peers(self, world: int, token: str, limits: LaunchConfig) -> None:
@@ -64,7 +66,8 @@ class Supervision:
         if self._board is None:
             self._board = board = StoreBoard(self.activity.rank, world, token, limits.freeze_seconds)
             self._peers = PeerWatch(board, limits, self.activity.rank, _end)
-            self._begin_heartbeats(board)
+            # A script may go on after the run. A thread that still uses the store would abort it at its end.
+            self._heartbeats = self._begin_heartbeats(board, self._closed)
 
     def watch_peers(self) -> None:
         """Start watching other ranks. All ranks must have joined."""
@@ -103,22 +106,23 @@ class Supervision:
         self._board.report(failure)
 
     def close(self) -> None:
-        """Stop watching, and stop being watched. Heartbeats continue as long as the process exists."""
+        """Stop watching, and stop being watched. realrl's launcher gets heartbeats until the process has exited."""
         if self._peers is not None:
             self._peers.stop()
         self.activity.ended = True
         if self._board is not None:
             self._board.publish(self.activity.beat())
         self._closed.set()
+        if self._heartbeats is not None:
+            self._heartbeats.join(INTERVAL)
         self._write_status()
 
-    def _begin_heartbeats(self, board: FileBoard | StoreBoard) -> None:
+    def _begin_heartbeats(self, board: FileBoard | StoreBoard, stop: threading.Event) -> threading.Thread:
         if hasattr(signal, "SIGUSR1"):
             # This handler is written in C, so it works even while Python waits for native code.
             faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
         board.publish(self.activity.beat())
-        # Never stop heartbeats, because a process that is exiting is not frozen.
-        _repeat("heartbeats", INTERVAL, lambda: board.publish(self.activity.beat()), threading.Event())
+        return _repeat("heartbeats", INTERVAL, lambda: board.publish(self.activity.beat()), stop)
 
     def _write_status(self) -> None:
         if self._run_dir is not None:
@@ -132,14 +136,16 @@ class Supervision:
             write_status(self._run_dir, heartbeat)
 
 
-def _repeat(name: str, seconds: float, action: Callable[[], None], stop: threading.Event) -> None:
-    """Call a function again and again in a thread."""
+def _repeat(name: str, seconds: float, action: Callable[[], None], stop: threading.Event) -> threading.Thread:
+    """Call a function again and again in a thread, which is returned."""
 
     def work() -> None:
         while not stop.wait(seconds):
             action()
 
-    threading.Thread(target=work, name=name, daemon=True).start()
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 def _end(message: str, mine: bool) -> None:

@@ -1,9 +1,10 @@
-"""Rendezvous of ranks that torchrun has started, in torchrun's own store."""
+"""Rendezvous of ranks that torchrun or srun has started, in the store of torchrun or of rank 0."""
 
 import os
 import secrets
 import time
 from datetime import timedelta
+from functools import cache
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
@@ -23,8 +24,8 @@ def meet_ranks(rank: int, world: int) -> dist.Store:
     nodes = place.nodes
     if nodes == 1:
         use_loopback()
-    found, _, _ = next(rendezvous("env://", rank, world, timeout=TIMEOUT))
-    store = open_new_store(found, rank, world)
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    store = open_new_store(_open_shared_store(address, rank, world), rank, world)
     if nodes > 1:
         key = "address/{}"
         use_route(
@@ -34,6 +35,24 @@ def meet_ranks(rank: int, world: int) -> dist.Store:
             lambda address: store.set(key.format(place.node), address),
             lambda other: store.get(key.format(other)).decode(),
         )
+    return store
+
+
+@cache
+def _open_shared_store(address: str, rank: int, world: int) -> dist.Store:
+    """Open the store of all ranks at `address`. Rank 0 serves it, unless torchrun does.
+
+    A process that trains twice keeps its store. Otherwise, a fast rank could connect for the second run to the
+    server that rank 0 is about to close after the first one. Raises RunError if the ranks cannot meet.
+    """
+    try:
+        store, _, _ = next(rendezvous("env://", rank, world, timeout=TIMEOUT))
+    except dist.DistNetworkError as error:
+        reason = " ".join(str(error).split()).partition(". ")[0]
+        raise RunError(
+            f"rank {rank}: the ranks cannot meet at {address}: {reason}; check the network, or set MASTER_PORT to a"
+            " free port"
+        ) from None
     return store
 
 

@@ -193,6 +193,12 @@ class SessionRank:
         size = len(columns[SEQUENCES])
         if group < 1 or size % group:
             raise UserError(f"group={group} does not divide the {size} sequences of the batch")
+        ranks = self.job.plan[call.name].strategy.dp
+        if size < ranks * group:
+            raise UserError(
+                f"a batch of {size} sequences cannot be divided over {ranks} data-parallel ranks; give at least"
+                f" {ranks * group}"
+            )
         method = UserLoss(function, aggregate, [*columns], group=group, entropy=entropy)
         keys, parts = [], {}
         for name, column in columns.items():

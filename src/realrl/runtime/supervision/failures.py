@@ -149,16 +149,22 @@ def report_failure(error: Exception) -> int:
     _write_error_file(failure)
     if SCRATCH_VARIABLE in os.environ:
         log_error(error)
-    # All ranks of a node find the same mistakes in a user's input, so one rank of each node prints. Files may
-    # differ between nodes.
-    elif (
-        failure.rank == 0
-        or int(os.environ.get("LOCAL_RANK", 0)) == 0
-        or failure.alone
-        or failure.status != USER_STATUS
-    ):
+    elif not is_told_elsewhere(error):
         print_failure(failure, prefix="" if failure.rank == 0 else f"rank {failure.rank}: ")
     return failure.status
+
+
+def is_told_elsewhere(error: BaseException) -> bool:
+    """Return whether another rank prints the same error.
+
+    All ranks of a node find the same mistakes in a user's input, so one rank of each node prints. Files may differ
+    between nodes.
+    """
+    alone = isinstance(error, UserCodeError) and error.alone
+    # A mistake in the variables of Slurm is found before those of torchrun are set.
+    numbers = (("RANK", "SLURM_PROCID"), ("LOCAL_RANK", "SLURM_LOCALID"))
+    found = [os.environ.get(ours) or os.environ.get(theirs) or "0" for ours, theirs in numbers]
+    return isinstance(error, UserError) and not alone and "0" not in found
 
 
 def report_end(message: str, *, prints: bool) -> None:
@@ -212,6 +218,7 @@ def _rank() -> int:
 
 
 def make_error(cause: Failure) -> UserError | RunError:
-    """Make the exception for the failure of another process, whose traceback is part of the message."""
-    message = f"{cause.trace}{cause.message}"
-    return UserError(message) if cause.status == USER_STATUS else RunError(message)
+    """Make the exception for the failure of another process. The message for a bug has the traceback, too."""
+    if cause.status != USER_STATUS:
+        return RunError(f"{cause.trace}{cause.message}")
+    return UserCodeError(cause.message, cause.trace, cause.alone) if cause.trace else UserError(cause.message)
