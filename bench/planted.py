@@ -3,26 +3,35 @@
 The bugs are those that people report about training code. The algorithm is examples/online_dpo.py, the reward is
 examples/verifier.py. `python examples/prepare.py` makes the data. A recipe without bugs must pass.
 
-    python bench/planted.py [--json FILE] [--only NAME ...]
+    python bench/planted.py [--json FILE] [--only NAME ...] [--shipped]
+
+`--shipped` also checks every recipe in recipes/ and examples/, with made-up records and small models for those that
+are not in the repository. They have no bug, so each problem is a false alarm.
 """
 
+import json
 import re
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-from harness import Results, make_parser
+from harness import ROOT, Results, make_parser
 
-ROOT = Path(__file__).parents[1]
-LOSS, REWARD = "online_dpo.py", "verifier.py"
+from realrl.huggingface.tokenizers import save_tokenizer, train_bpe
+from realrl.recipe.registry import find_algorithm
+from realrl.testing import make_up_records
+
+EXAMPLES = ROOT / "examples"
+LOSS, REWARD, DATA = "online_dpo.py", "verifier.py", "questions.jsonl"
 
 
 @dataclass(frozen=True)
 class Bug:
-    """A change of one line in a file, and what the finding about it must say."""
+    """A change of a file, and what the finding about it must say."""
 
     file: str
     before: str
@@ -73,8 +82,33 @@ BUGS = {
         f"{_SIGN}        self.steps = getattr(self, 'steps', 0) + 1\n        sign = sign / self.steps\n",
         "state_dict",
     ),
+    "state in a global of the run": Bug(
+        LOSS,
+        _SIGN,
+        f"{_SIGN}        import os\n"
+        "        counts = vars(type(self)).get('counts', {})\n"
+        "        type(self).counts, run = counts, os.environ['REALRL_STORE']\n"
+        "        counts[run] = counts.get(run, 0) + 1\n"
+        "        sign = sign / counts[run]\n",
+        "in no checkpoint",
+    ),
     "reference of the micro-batch's first pair": Bug(
         LOSS, _SUM, f"        margin = margin - ref_first[0] / 100\n{_SUM}", "micro-batch"
+    ),
+    "labels shifted by one": Bug(
+        LOSS,
+        "output.logprobs[answers.index])",
+        "output.logprobs[answers.index - 1])",
+        "never learns to stop",
+    ),
+    "loss cut off from the model": Bug(
+        LOSS, _SUM, f"        margin = margin.detach() + 0 * first\n{_SUM}", "cuts the loss off"
+    ),
+    "beginning of sequence twice": Bug(
+        DATA, '"prompt": "', '"prompt": "<s><s>', "twice in a row"
+    ),
+    "prompt that ends its sequence": Bug(
+        DATA, '", "accepted"', '</s>", "accepted"', "ends a sequence"
     ),
     "random reward": Bug(
         REWARD, _SCORES, "    import random\n    return [random.random() for _ in scores]\n", "not"
@@ -121,26 +155,86 @@ BUGS = {
 
 def check(directory: Path, bug: Bug | None) -> str:
     """Run `realrl check` on the examples with a bug. Returns the problems that it prints, with their reasons."""
-    for name in (LOSS, REWARD):
-        code = (ROOT / "examples" / name).read_text(encoding="utf-8")
+    return run_check(plant(directory, bug))
+
+
+def plant(directory: Path, bug: Bug | None) -> Path:
+    """Write the examples with a bug into a directory. Returns the recipe."""
+    recipe = yaml.safe_load((EXAMPLES / "online_dpo.yaml").read_text(encoding="utf-8"))
+    for name, source in {
+        LOSS: EXAMPLES / LOSS,
+        REWARD: EXAMPLES / REWARD,
+        DATA: Path(recipe["data"]["train"]),
+    }.items():
+        text = source.read_text(encoding="utf-8")
         if bug is not None and bug.file == name:
-            assert bug.before in code, f"{name} has changed: {bug.before}"
-            code = code.replace(bug.before, bug.after)
-        (directory / name).write_text(code, encoding="utf-8")
-    recipe = yaml.safe_load((ROOT / "examples" / "online_dpo.yaml").read_text(encoding="utf-8"))
+            assert bug.before in text, f"{name} has changed: {bug.before}"
+            text = text.replace(bug.before, bug.after)
+        (directory / name).write_text(text, encoding="utf-8")
     recipe |= {"algorithm": str(directory / LOSS), "reward": f"{directory / REWARD}:names_one"}
+    recipe["data"] |= {"train": str(directory / DATA)}
     (directory / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    command = [sys.executable, "-m", "realrl", "check", str(directory / "recipe.yaml")]
+    return directory / "recipe.yaml"
+
+
+def run_check(recipe: Path, *overrides: str) -> str:
+    """Run `realrl check`. Returns the problems that it prints, with their reasons."""
+    command = [sys.executable, "-m", "realrl", "check", str(recipe), *overrides]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode in (0, 1), done.stderr
     return "\n".join(re.findall(r"^PROBLEM.*(?:\n +.*)*", done.stdout, re.MULTILINE))
 
 
+def list_replacements(recipe: Path, directory: Path) -> list[str]:
+    """List overrides for the models and records of a shipped recipe that are not in the repository.
+
+    Models become sizes with a small tokenizer, and records are made up.
+    """
+    document = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    algorithm = document["algorithm"]
+    form = find_algorithm(str(ROOT / algorithm) if algorithm.endswith(".py") else algorithm)[0].form
+    theirs = {ours: name for name, ours in document["data"].get("columns", {}).items()}
+    further = {"answer": "#### 7", "accepted": ["good", "bad"]} if form == "prompt" else {}
+    records = [
+        {theirs.get(name, name): value for name, value in (record | further).items()}
+        for record in make_up_records(form)
+    ]
+    data, tokenizer = directory / f"{form}.jsonl", directory / "tokenizer"
+    data.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    save_tokenizer(train_bpe((json.dumps(record) for record in records), 320), tokenizer)
+    models = [
+        f"models.{role}.{setting}"
+        for role, model in document["models"].items()
+        if {"path", "shape"} & model.keys()
+        for setting in ("path=null", f"tokenizer={tokenizer}")
+        + (("shape=llama-2-7b",) if "path" in model else ())
+    ]
+    return [*models, f"data.train={data}", "data.eval=null", "device=cpu", "cluster=1x1"]
+
+
+def check_shipped() -> dict[str, str]:
+    """Run `realrl check` on every shipped recipe. Returns the problems of each."""
+    found = {}
+    for recipe in sorted([*(ROOT / "recipes").rglob("*.yaml"), *EXAMPLES.glob("*.yaml")]):
+        name = str(recipe.relative_to(ROOT))
+        with tempfile.TemporaryDirectory() as scratch:
+            before = time.monotonic()
+            found[name] = run_check(recipe, *list_replacements(recipe, Path(scratch)))
+        print(f"{name}, {time.monotonic() - before:.0f} s: {found[name] or 'no problem'}", flush=True)
+    return found
+
+
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--only", nargs="+", default=[*BUGS], choices=[*BUGS], metavar="NAME")
+    parser.add_argument("--only", nargs="*", default=[*BUGS], choices=[*BUGS], metavar="NAME")
+    parser.add_argument("--shipped", action="store_true", help="also check every shipped recipe")
     arguments = parser.parse_args()
-    found = {}
+    results, found = Results(arguments.json), {}
+    if arguments.shipped:
+        shipped = check_shipped()
+        alarms = [name for name, problems in shipped.items() if problems]
+        print(f"{len(shipped)} shipped recipes, {len(alarms)} false alarms")
+        results.add("shipped", {"recipes": len(shipped), "false_alarms": alarms})
     with tempfile.TemporaryDirectory() as scratch:
         problems = check(Path(scratch), None)
         print(f"without a bug: {problems or 'no problem'}", flush=True)
@@ -151,7 +245,7 @@ def main() -> None:
             print(f"{found[name]:10} {name}: {first}", flush=True)
     counts = {state: [*found.values()].count(state) for state in ("explained", "found", "missed")}
     print(counts)
-    Results(arguments.json).add("planted", {"bugs": found, **counts})
+    results.add("planted", {"bugs": found, **counts})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """`realrl check` passes right recipes, and names bugs with their likely reasons."""
 
 import os
+import re
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         "advantages per rank",
         "noise without a seed",
         "state that is not saved",
+        "state in a global of the run",
+        "labels shifted by one",
+        "loss cut off from the model",
         "reward relative to its list",
         "reward that fails on empty answers",
     ],
@@ -44,10 +48,28 @@ def test_planted_bugs_are_explained(
     assert bug.says in planted["check"](tmp_path, bug)
 
 
+def test_a_detached_factor_is_a_note(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    planted = runpy.run_path(str(ROOT / "bench" / "planted.py"))
+    margin = planted["_MARGIN"]
+    bug = planted["Bug"](
+        "online_dpo.py", margin, f"{margin}        margin = margin * (1 + margin.detach())\n", ""
+    )
+    recipe = planted["plant"](tmp_path, bug)
+    assert run_app(["check", str(recipe), "--processes", "2"]) == 0
+    assert "that is right only if a factor is detached on purpose" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("algorithm", ["sft", "ppo", "grpo", "dpo"])
 def test_recipes_without_mistakes_pass(
     algorithm: str, world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = world.recipe(algorithm, tmp_path)
-    assert run_app(["check", str(recipe), "--processes", "2"]) == 0, capsys.readouterr().out
-    assert "no problems" in capsys.readouterr().out
+    status, text = run_app(["check", str(recipe), "--processes", "2"]), capsys.readouterr().out
+    assert status == 0 and "no problems" in text, text
+    assert "resumed from a checkpoint" in text
+    # Three records are shown, with the tokens to learn in brackets.
+    assert len(re.findall(r"\.jsonl:\d+ .*\(\d+ tokens", text)) >= 3
+    assert ("[[" in text) == (algorithm in ("sft", "dpo"))

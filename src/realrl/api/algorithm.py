@@ -151,7 +151,7 @@ class Algorithm:
 
     @plain_errors
     def check(self) -> bool:
-        """Check that loss, rewards and state do not depend on the plan, and print the findings (docs/check.md).
+        """Check records, loss, rewards and state on tiny models, and print the findings (docs/check.md).
 
         Returns whether all is well. Raises UserError for a mistake in the recipe.
         """

@@ -7,23 +7,28 @@ import typer
 from realrl.cli.recipe import Overrides, Recipe, resolve_recipe
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import Any
-
     from realrl.recipe.experiment import Experiment
+    from realrl.testing.data_probes import ProbedData
+    from realrl.testing.findings import Finding
+
+_SHOWN = 60
+"""Maximum tokens shown at the beginning and at the end of a record."""
 
 
 def check(
     recipe: Recipe,
     overrides: Overrides = None,
-    records: Annotated[int, typer.Option(min=4, help="Number of records to check with.")] = 16,
+    records: Annotated[int, typer.Option(min=4, help="Number of records to train with.")] = 16,
     processes: Annotated[int, typer.Option(min=2, help="Maximum number of processes of a run.")] = 4,
 ) -> None:
-    """Check that the code of a recipe computes the same on any plan: its loss, rewards and state.
+    """Check the records, the loss, the rewards and the state of a recipe, on tiny models.
 
-    It takes the first records of data.train and tiny models with random weights. Two steps run in one process and
-    in several, with small and large micro-batches, and again. The first number that differs is named. Reward
-    functions are called twice, in another order, and on empty and very long answers. See docs/check.md.
+    The first 1,000 records of data.train are searched for doubled or missing begin and end tokens, cut answers and
+    equal pairs. Tiny models with random weights then train two steps: in one process and in several, with small and
+    large micro-batches, again, and resumed from a checkpoint. The first number that differs is named. The gradient
+    of your own loss is compared with finite differences. Reward functions are called twice, in another order, and
+    on empty and very long answers. Three records are shown with the tokens to learn. Notes are no mistakes for
+    certain, and do not change the exit status. See docs/check.md.
     """
     from realrl.recipe.load import load_experiment
     from realrl.runtime.processes.environment import set_library_defaults
@@ -36,41 +41,47 @@ def check(
 
 def check_experiment(experiment: "Experiment", records: int = 16, processes: int = 4) -> bool:
     """Check a recipe and print the findings. Returns whether all is well."""
+    from itertools import chain
     from pathlib import Path
     from tempfile import TemporaryDirectory
 
     from realrl.testing.check import check_recipe
+    from realrl.testing.data_probes import probe_data, take_records
 
     problems = count = 0
+    taken = take_records(experiment)
+    data = probe_data(experiment, taken)
     with TemporaryDirectory(prefix="realrl-check-") as place:
-        for finding in check_recipe(
-            experiment, take_records(experiment, records), Path(place), processes=processes
+        first = [record for _, record in taken[:records]]
+        for finding in chain(
+            data.findings, check_recipe(experiment, first, Path(place), processes=processes)
         ):
+            _show(finding)
             count += 1
-            if finding.problem is None:
-                typer.echo(f"ok       {finding.check}")
-                continue
-            problems += 1
-            typer.secho(f"PROBLEM  {finding.check}: {finding.problem}", fg="red")
-            if finding.reason is not None:
-                typer.echo(f"         likely reason: {finding.reason}")
+            problems += finding.problem is not None
+    _show_records(data)
     typer.echo(f"{count} checks, {problems or 'no'} problem{'' if problems == 1 else 's'}")
     return not problems
 
 
-def take_records(experiment: "Experiment", count: int) -> "list[Mapping[str, Any]]":
-    """Take the first records of `data.train`. Raises UserError if there are none."""
-    from itertools import islice
+def _show(finding: "Finding") -> None:
+    """Print a line for a finding, and lines for its likely reason and its notes."""
+    if finding.problem is None:
+        typer.echo(f"ok       {finding.check}")
+    else:
+        typer.secho(f"PROBLEM  {finding.check}: {finding.problem}", fg="red")
+        if finding.reason is not None:
+            typer.echo(f"         likely reason: {finding.reason}")
+    for note in finding.notes:
+        typer.secho(f"note     {note}", fg="yellow")
 
-    from realrl.config.errors import UserError
-    from realrl.data.records import read_records
-    from realrl.data.rejects import Rejects
-    from realrl.recipe.sources import list_sources
 
-    found: list[Mapping[str, Any]] = []
-    for source in list_sources(experiment.data.train):
-        rows = read_records(source.path, Rejects(experiment.data.on_error))
-        found += [record for _, record in islice(rows, count - len(found))]
-    if not found:
-        raise UserError("data.train has no records to check with")
-    return found
+def _show_records(data: "ProbedData") -> None:
+    """Print the first records with the tokens to learn."""
+    from realrl.cli.data import format_item
+
+    for origin, rows in data.shown:
+        typer.echo(f"\n{format_item(data.tokenizer, origin, rows, _SHOWN)}")
+    if not any(row.answers for _, rows in data.shown for row in rows):
+        typer.echo("\nthese are prompts; the answers that the model samples are learnt")
+    typer.echo()

@@ -60,9 +60,8 @@ def _show(experiment: "Experiment", tokenizer: Any, inspection: "Inspection") ->
         typer.echo(f"note: {note}")
     typer.echo(f"\n{format_lengths(inspection.lengths)}\n")
     typer.echo(_describe_fields(inspection))
-    coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     for origin, rows in inspection.first:
-        typer.echo(f"\n{_format_item(tokenizer, origin, rows, coloured)}")
+        typer.echo(f"\n{format_item(tokenizer, origin, rows)}")
     typer.echo()
 
 
@@ -141,8 +140,12 @@ def _draw_histogram(name: str, values: Any) -> Iterator[str]:
         yield f"{name} {span}  {bar} {count:,}"
 
 
-def _format_item(tokenizer: Any, origin: str, rows: "Sequence[Row]", coloured: bool) -> str:
-    """Format an item as the model sees it. Tokens to learn are green, or in [[ ]] without colour."""
+def format_item(tokenizer: Any, origin: str, rows: "Sequence[Row]", shown: int = _SHOWN) -> str:
+    """Format an item as the model sees it. Tokens to learn are green, or in [[ ]] without colour.
+
+    `shown`: maximum tokens at the beginning and at the end of a row.
+    """
+    coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     names = ("chosen", "rejected") if len(rows) == 2 else [""] * len(rows)
     parts = []
     for name, row in zip(names, rows, strict=True):
@@ -150,10 +153,10 @@ def _format_item(tokenizer: Any, origin: str, rows: "Sequence[Row]", coloured: b
         about = f"{len(row.ids):,} tokens, {learnt:,} to learn" if row.answers else f"{len(row.ids):,} tokens"
         title = " ".join(filter(None, (origin, name, f"({about})")))
         text = _mark(tokenizer, row.ids, row.loss_mask, coloured)
-        if (left_out := len(row.ids) - 2 * _SHOWN) > 0:
+        if (left_out := len(row.ids) - 2 * shown) > 0:
             beginning, end = (
                 _mark(tokenizer, row.ids[part], row.loss_mask[part], coloured)
-                for part in (slice(_SHOWN), slice(-_SHOWN, None))
+                for part in (slice(shown), slice(-shown, None))
             )
             text = f"{beginning}\n... {left_out:,} tokens ...\n{end}"
         parts.append(f"{typer.style(title, bold=True)}\n{text}")

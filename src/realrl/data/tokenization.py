@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
+SAME_ANSWERS = "the chosen and the rejected answer are the same"
 EMPTY_PROMPT = (
     "the prompt is empty, and the tokenizer puts no beginning of sequence before a text; generation needs at "
     "least one token"
@@ -155,7 +156,7 @@ def find_problem(rows: Sequence[Row], form: str) -> str | None:
             return "prompt and answer are empty"
     if form == "pair":
         if rows[0].ids == rows[1].ids:
-            return "the chosen and the rejected answer are the same"
+            return SAME_ANSWERS
         for side, row in zip(("chosen", "rejected"), rows, strict=True):
             first, stop = row.answers[-1]
             if stop - first < 2:

@@ -18,12 +18,15 @@ from realrl.plan.presets import PRESETS
 from realrl.program.validate import ProgramError
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import load_experiment, parse_experiment
+from realrl.recipe.registry import find_user_code
 from realrl.runtime.prepare.inputs import load_shared_tokenizer
 from realrl.runtime.prepare.job import make_job
 from realrl.runtime.script_objects import load_objects
-from realrl.testing.compare import CheckFailure, compare_runs
+from realrl.runtime.training_run import TrainingRun
+from realrl.testing.compare import CheckFailure, compare_runs, read_metrics
 from realrl.testing.findings import Finding
-from realrl.testing.ranks import RanksFailure, run_on_ranks, sampled
+from realrl.testing.gradients import ProbedRun, judge_gradients
+from realrl.testing.ranks import InterruptedRun, RanksFailure, RenewedRun, run_on_ranks, sampled
 from realrl.testing.reward_probes import probe_rewards
 from realrl.testing.shrink import shrink_recipe
 
@@ -89,28 +92,69 @@ def check_recipe(
     """Check the code and the records of a recipe on tiny models, in processes on this machine.
 
     Yields a finding per check. Every run of two training steps is compared with the same steps in one process: the
-    samples, every metric and the saved state. Then the reward functions are probed. `records`: some records of the
-    recipe's data set. Files are written into `directory`.
+    samples, every metric and the saved state. One of these runs resumes from a checkpoint after the first step, in
+    a new process. The gradient of a user's own loss is compared with finite differences. Then the reward functions
+    are probed. `records`: some records of the recipe's data set. Files are written into `directory`.
     """
     tokenizer = load_shared_tokenizer(experiment)
     settings = shrink_recipe(experiment, directory, records=records, tokenizer=tokenizer)
     small = parse_experiment(settings)
     graph = small.graph
-    runs = [*_list_runs(graph, directory, processes)]
-    alone = runs[0]
-    again = _Run(name="the same run again", recipe=directory / "again.yaml", kind="again")
-    runs.insert(1, again)
+    own = find_user_code(experiment.algorithm) is not None
+    alone, *others = _list_runs(graph, directory, processes)
+    runs = [alone, *_list_further_runs(directory, own=own), *others]
     for run in runs:
         run.write(settings, graph)
     for size in sorted({run.size for run in runs}):
         of_size = [run for run in runs if run.size == size]
         failures = _execute_all(of_size)
         for run in of_size:
-            finding = _judge(run, failures.get(run.name), alone, tolerance)
+            failure = failures.get(run.name)
+            if run.kind == "resumed" and failure is None:
+                # In a new process, so that whatever the checkpoint lacks is lost.
+                failure = _execute_all([replace(run, run_class=None)]).get(run.name)
+            if run.kind == "gradient" and failure is None:
+                yield from judge_gradients(run.directory)
+                continue
+            finding = _judge(run, failure, alone, tolerance)
             yield finding
             if run is alone and finding.problem is not None:
                 return
+    yield from _check_groups(alone)
     yield from probe_rewards(small, sampled(alone.recipe))
+
+
+def _list_further_runs(place: Path, *, own: bool) -> Iterator["_Run"]:
+    """List the runs in one process that only recipes need. `own`: whether the algorithm is the user's."""
+    yield _Run(name="the same run again", recipe=place / "again.yaml", kind="again")
+    yield _Run(
+        name="resumed from a checkpoint after the first step",
+        recipe=place / "resumed.yaml",
+        kind="resumed",
+        run_class=InterruptedRun,
+    )
+    if own:
+        yield _Run(
+            name="gradient of the loss", recipe=place / "gradient.yaml", kind="gradient", run_class=ProbedRun
+        )
+
+
+def _check_groups(alone: "_Run") -> Iterator[Finding]:
+    """Check whether the samples of a prompt have different rewards, if the algorithm reports it."""
+    name = "groups_of_equal_rewards"
+    metrics = [line["metrics"] for line in read_metrics(alone.directory) if line["kind"] == "train"]
+    found = [value for step in metrics for key, value in step.items() if key.endswith(f"/{name}")]
+    if found:
+        equal = (
+            "all samples of each prompt have equal rewards. Models with random weights make this likely; watch"
+            f" the metric {name} of a real run",
+        )
+        check = "samples of a prompt have different rewards"
+        yield Finding(check, notes=equal if min(found) == 1 else ())
+
+
+def _list_classes(runs: Sequence["_Run"]) -> dict[Path, type[TrainingRun]]:
+    return {run.recipe: run.run_class for run in runs if run.run_class is not None}
 
 
 def _execute_all(runs: Sequence["_Run"]) -> dict[str, str]:
@@ -122,7 +166,7 @@ def _execute_all(runs: Sequence["_Run"]) -> dict[str, str]:
             run_on_ranks(
                 runs[0].size,
                 [run.recipe for run in waiting],
-                renewed=[run.recipe for run in waiting if run.renewed],
+                classes=_list_classes(waiting),
                 prepare=load_objects,
             )
             return failures
@@ -155,6 +199,7 @@ _REASONS = {
     "micro": "`loss` takes a mean or a maximum over its micro-batch; it must return sums, and `weight` returns the"
     " number that the sum of the whole batch is divided by",
     "state": "the algorithm keeps something from step to step that `state_dict` does not return",
+    "resumed": "something outlasts a step, but is in no checkpoint: a global, or state of a reward function",
     "ranks": "something is computed from the items of one rank in place of the whole batch (use `dp_sum` or"
     " `gather_samples`), or a reward depends on the other completions of its list",
 }
@@ -169,7 +214,7 @@ class _Run:
     size: int = 1
     micro_batch_tokens: int = WHOLE
     plan: Plan | None = None
-    renewed: bool = False
+    run_class: type[TrainingRun] | None = None
 
     @property
     def directory(self) -> Path:
@@ -177,7 +222,11 @@ class _Run:
 
     def write(self, settings: Mapping[str, Any], graph: DataflowGraph) -> None:
         """Write the recipe of this run, and the plan file if it has a plan."""
-        given = {"run_dir": str(self.directory), "micro_batch_tokens": self.micro_batch_tokens}
+        given = {
+            "run_dir": str(self.directory),
+            "micro_batch_tokens": self.micro_batch_tokens,
+            "overwrite": self.kind != "resumed",
+        }
         if self.plan is not None:
             file = self.recipe.with_suffix(".plan.yaml")
             self.plan.save(file, graph)
@@ -215,7 +264,7 @@ def _list_runs(graph: DataflowGraph, place: Path, processes: int) -> list[_Run]:
         _Run(
             name="algorithm rebuilt from its state_dict after each step",
             recipe=place / "renewed.yaml",
-            renewed=True,
+            run_class=RenewedRun,
             kind="state",
         ),
     ]
@@ -230,7 +279,7 @@ def _list_runs(graph: DataflowGraph, place: Path, processes: int) -> list[_Run]:
                     recipe=place / "plan-renewed.yaml",
                     size=size,
                     plan=case.plan,
-                    renewed=True,
+                    run_class=RenewedRun,
                     kind="state",
                 )
             )
@@ -241,7 +290,7 @@ def _execute(runs: Sequence[_Run]) -> None:
     """Run recipes that need the same number of processes, in the same processes."""
     recipes = [run.recipe for run in runs]
     try:
-        run_on_ranks(runs[0].size, recipes, renewed=[run.recipe for run in runs if run.renewed])
+        run_on_ranks(runs[0].size, recipes, classes=_list_classes(runs))
     except RanksFailure as failure:
         name = next(run.name for run in runs if run.recipe.stem == failure.recipe)
         raise CheckFailure(f"{name}: {failure.message}") from None

@@ -13,3 +13,5 @@ class Finding:
     """The first difference or failure; None if there is none."""
     reason: str | None = None
     """The likely reason of a problem."""
+    notes: tuple[str, ...] = ()
+    """What is worth knowing, but not a mistake for certain."""

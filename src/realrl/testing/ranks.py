@@ -8,8 +8,9 @@ import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -80,11 +81,22 @@ class RenewedRun(TrainingRun):
         return metrics
 
 
+class InterruptedRun(TrainingRun):
+    """A run that saves a checkpoint after its first step, and ends there without a result."""
+
+    def _after_step(self, done: int, *, late: bool = False, resumed: bool = False) -> None:
+        self.continuation.save(done)
+        self.steps = done
+
+    def _finish(self) -> None:
+        self.checkpointer.finish()
+
+
 def run_on_ranks(
     size: int,
     recipes: Sequence[Path],
     *,
-    renewed: Collection[Path] = (),
+    classes: Mapping[Path, type[TrainingRun]] = MappingProxyType({}),
     evaluated: Collection[Path] = (),
     prepare: Callable[[], None] | None = None,
 ) -> None:
@@ -92,14 +104,13 @@ def run_on_ranks(
 
     Each rank writes the tokens that it generates to a file in the recipe's directory, which `sampled` reads.
 
-    For recipes in `renewed`, the algorithm is rebuilt after each step from its `state_dict`. Recipes in `evaluated`
-    are evaluated instead of trained, like `realrl eval`; results go to RUN_DIR/eval. Raises RanksFailure for the
-    first recipe that fails.
+    `classes`: the class of a recipe's run, if it is not `TrainingRun`. Recipes in `evaluated` are evaluated instead of
+    trained, like `realrl eval`; results go to RUN_DIR/eval. Raises RanksFailure for the first recipe that fails.
     """
     set_library_defaults()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED])
-    arguments = [(str(recipe), recipe in renewed, recipe in evaluated) for recipe in recipes]
+    arguments = [(str(recipe), classes.get(recipe), recipe in evaluated) for recipe in recipes]
     processes = [context.Process(target=_rank, args=(rank, size, arguments, prepare)) for rank in range(size)]
     ended = True
     try:
@@ -138,7 +149,7 @@ def sampled(recipe: Path) -> Tokens:
 
 
 def _rank(
-    rank: int, size: int, recipes: Sequence[tuple[str, bool, bool]], prepare: Callable[[], None] | None
+    rank: int, size: int, recipes: Sequence[tuple[str, type[TrainingRun] | None, bool]], prepare: Callable[[], None] | None
 ) -> None:
     if prepare is not None:
         prepare()
@@ -146,11 +157,11 @@ def _rank(
     os.environ |= {"RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
     os.environ["WORLD_SIZE"] = str(size)
     os.environ[LAUNCHER_VARIABLE] = str(os.getppid())
-    for name, renewed, evaluated in recipes:
+    for name, run_class, evaluated in recipes:
         recipe = Path(name)
         os.environ[STORE_VARIABLE] = str(recipe.with_suffix(".store"))
         try:
-            _run(rank, recipe, renewed=renewed, evaluated=evaluated)
+            _run(rank, recipe, run_class, evaluated=evaluated)
         except BaseException as error:
             known = isinstance(error, UserError | RunError)
             message = str(error) if known else f"rank {rank}:\n{traceback.format_exc()}"
@@ -159,9 +170,13 @@ def _rank(
             raise SystemExit(1) from None
 
 
-def _run(rank: int, recipe: Path, *, renewed: bool, evaluated: bool) -> None:
+def _run(rank: int, recipe: Path, run_class: type[TrainingRun] | None, *, evaluated: bool) -> None:
     """Run one recipe, and write the generated tokens to a file."""
-    tokens: Tokens = {}
+    experiment = load_experiment(str(recipe))
+    file = recipe.parent / f"{recipe.stem}-tokens-{rank}.json"
+    # A run that resumes goes on with the file of its first part.
+    resumes = not experiment.overwrite and file.exists()
+    tokens: Tokens = json.loads(file.read_text()) if resumes else {}
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         batch, model, seed = generate(*args, **kwargs), args[0], kwargs["seed"]
@@ -176,7 +191,6 @@ def _run(rank: int, recipe: Path, *, renewed: bool, evaluated: bool) -> None:
 
     # This changes only this process, which runs nothing but checks.
     worker.generate = watched
-    experiment = load_experiment(str(recipe))
     cluster = Cluster.parse(experiment.cluster)
     ranks = cluster.ranks(node := cluster.node(rank))
     os.environ |= {"LOCAL_RANK": str(rank - ranks.start), "LOCAL_WORLD_SIZE": str(len(ranks))}
@@ -186,5 +200,5 @@ def _run(rank: int, recipe: Path, *, renewed: bool, evaluated: bool) -> None:
         if report is not None:
             write_evaluation(Path(experiment.run_dir) / EVALUATIONS, experiment, report)
     else:
-        train.train(experiment, Silent(), RenewedRun if renewed else None)
-    (recipe.parent / f"{recipe.stem}-tokens-{rank}.json").write_text(json.dumps(tokens))
+        train.train(experiment, Silent(), run_class)
+    file.write_text(json.dumps(tokens))

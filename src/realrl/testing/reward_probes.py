@@ -64,11 +64,17 @@ def probe_rewards(experiment: Experiment, tokens: Mapping[str, Any]) -> Iterator
     def answer(i: int) -> list[int]:
         return answers[i % len(answers)]
 
+    def quote(i: int) -> list[int]:
+        """Write the texts in the columns of the i-th record as an answer."""
+        text = "\n".join(_list_texts([values[i] for values in fields.values()]))
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids or [stop_token_ids[0]]
+
     for call in calls:
         assert call.function is not None, "functions have a reference"
         method = cast(FunctionMethod, functions[call.name])
         yield from _probe(
-            call.function, method, call.outputs[0], count, make_input, answer, stop_token_ids[0]
+            call.function, method, call.outputs[0], count, make_input, answer, stop_token_ids[0], quote
         )
 
 
@@ -80,6 +86,7 @@ def _probe(
     make_input: Callable[[Sequence[int], Callable[[int], list[int]]], FunctionInput],
     answer: Callable[[int], list[int]],
     stop: int,
+    quote: Callable[[int], list[int]],
 ) -> Iterator[Finding]:
     everyone = range(count)
 
@@ -112,16 +119,20 @@ def _probe(
     )
     yield look("completions in another order", others, lambda: score(everyone[::-1])[::-1], first)
     yield look("one completion at a time", others, lambda: [score([i])[0] for i in everyone], first)
+    seen = {*first}
     for check, written in (
         ("empty completions", lambda i: [stop]),
         (f"completions of {_LONG} tokens", lambda i: (answer(i) * _LONG)[:_LONG]),
+        ("completions that quote the columns of their records", quote),
     ):
         try:
-            score(everyone, written)
+            seen |= {*score(everyone, written)}
         except UserError as error:
             yield Finding(f"{name}: {check}", str(error), "such completions occur in training")
         else:
             yield Finding(f"{name}: {check}")
+    equal = f"all of them score {first[0]:.6g}: sampled ones, and those of the lines above"
+    yield Finding(f"{name}: some completions score better than others", notes=(equal,) if len(seen) == 1 else ())
 
 
 def _list_answers(tokens: Mapping[str, Any]) -> Iterator[list[int]]:
@@ -130,3 +141,14 @@ def _list_answers(tokens: Mapping[str, Any]) -> Iterator[list[int]]:
         if item.startswith("0/") and not item.endswith("prompt"):
             for row, prompt in zip(rows, tokens[f"{item} prompt"], strict=True):
                 yield row[int(prompt[0]) :]
+
+
+def _list_texts(value: Any) -> Iterator[str]:
+    """List the texts and numbers in a value of a record."""
+    if isinstance(value, Mapping):
+        value = [*value.values()]
+    if isinstance(value, list | tuple):
+        for inner in value:
+            yield from _list_texts(inner)
+    elif value is not None:
+        yield str(value)
