@@ -104,12 +104,8 @@ BUGS = {
     "loss cut off from the model": Bug(
         LOSS, _SUM, f"        margin = margin.detach() + 0 * first\n{_SUM}", "cuts the loss off"
     ),
-    "beginning of sequence twice": Bug(
-        DATA, '"prompt": "', '"prompt": "<s><s>', "twice in a row"
-    ),
-    "prompt that ends its sequence": Bug(
-        DATA, '", "accepted"', '</s>", "accepted"', "ends a sequence"
-    ),
+    "beginning of sequence twice": Bug(DATA, '"prompt": "', '"prompt": "<s><s>', "twice in a row"),
+    "prompt that ends its sequence": Bug(DATA, '", "accepted"', '</s>", "accepted"', "ends a sequence"),
     "random reward": Bug(
         REWARD, _SCORES, "    import random\n    return [random.random() for _ in scores]\n", "not"
     ),

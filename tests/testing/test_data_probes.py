@@ -34,12 +34,18 @@ def answer(text: str, prompt: str = "the film") -> dict[str, str]:
 @pytest.mark.parametrize(
     ("algorithm", "records", "changes", "message"),
     [
-        pytest.param("sft", [answer(" is good", "<s><s>the film")], {}, "have <s> twice in a row", id="begin"),
+        pytest.param(
+            "sft", [answer(" is good", "<s><s>the film")], {}, "have <s> twice in a row", id="begin"
+        ),
         pytest.param("ppo", [{"prompt": "the film</s>"}], {}, "end the prompt with </s>", id="ended prompt"),
         pytest.param("sft", [answer(" is good</s> bad")], {}, "go on after </s>", id="end inside an answer"),
         pytest.param("sft", [answer(" is good<pad><pad>")], {}, "have the padding token <pad>", id="padding"),
         pytest.param(
-            "ppo", ASKED, {"data__chat_template": TEMPLATE}, "end the prompt with </s>", id="no generation prompt"
+            "ppo",
+            ASKED,
+            {"data__chat_template": TEMPLATE},
+            "end the prompt with </s>",
+            id="no generation prompt",
         ),
         pytest.param(
             "ppo",
@@ -55,7 +61,9 @@ def answer(text: str, prompt: str = "the film") -> dict[str, str]:
             "never learns to stop",
             id="cut answers",
         ),
-        pytest.param("sft", [answer(" is good" * 50)], {"data__max_tokens": 12}, "1 are too long", id="too long"),
+        pytest.param(
+            "sft", [answer(" is good" * 50)], {"data__max_tokens": 12}, "1 are too long", id="too long"
+        ),
         pytest.param(
             "kto",
             [{"prompt": "the film", "completion": f" is good {i}", "label": True} for i in range(4)],
@@ -102,7 +110,7 @@ def test_traps_are_problems(
         pytest.param(
             "ranked_reward",
             [{"prompt": "", "answers": ["the film is good", "it is good", "the film is good"]}] * 2,
-            {},
+            {"loss__answers": 3},
             "2 of 2 items rank two equal answers",
             id="ranked answers",
         ),
@@ -126,10 +134,13 @@ def test_what_may_be_meant_is_a_note(
 @pytest.mark.parametrize("form", DATA)
 def test_right_records_have_no_findings(form: str, world: World, tmp_path: Path) -> None:
     algorithm = next((name for name, data in FORMS.items() if data == DATA[form]), "ppo")
-    assert probe(world, tmp_path, algorithm, make_up_records(form)) == ([], [])
+    changes = {"loss__answers": 3} if form == "ranked" else {}
+    assert probe(world, tmp_path, algorithm, make_up_records(form), **changes) == ([], [])
 
 
 def test_sources_are_read_in_turn(world: World, tmp_path: Path) -> None:
-    sources = [write_jsonl(tmp_path / f"{i}.jsonl", [answer(f" {i} {k}") for k in range(3)]) for i in range(2)]
+    sources = [
+        write_jsonl(tmp_path / f"{i}.jsonl", [answer(f" {i} {k}") for k in range(3)]) for i in range(2)
+    ]
     experiment = load_experiment(str(world.recipe("sft", tmp_path, data__train=sources)))
     assert [record["answer"] for _, record in take_records(experiment, 4)] == [" 0 0", " 1 0", " 0 1", " 1 1"]

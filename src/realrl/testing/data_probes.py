@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from realrl.config.errors import UserError
@@ -53,7 +54,9 @@ def probe_data(experiment: Experiment, records: Sequence[Record]) -> ProbedData:
     )
     items = [*reader.read(SOURCE, rejects)]
     if not items:
-        raise UserError(f"none of the first {len(records)} records of data.train can be used: {rejects.first()}")
+        raise UserError(
+            f"none of the first {len(records)} records of data.train can be used: {rejects.first()}"
+        )
     special = _Special(tokenizer, frozenset(stop_token_ids))
     findings = [
         _check_reading(experiment, items, rejects, reader.notes(SOURCE)),
@@ -139,7 +142,8 @@ def _check_reading(
     experiment: Experiment, items: Sequence[DataItem], rejects: _KeptRejects, notes: Sequence[str]
 ) -> Finding:
     """Check that a run can read the records. Skipped records, and other ways to read them, are notes."""
-    data, problems, found = experiment.data, [], [*notes]
+    data, found = experiment.data, [*notes]
+    problems: list[str] = []
     for setting, refused, what in (
         (data.on_error, rejects.malformed, "malformed"),
         (data.on_too_long or data.on_error, rejects.long, "too long"),
@@ -159,7 +163,9 @@ def _check_ends(experiment: Experiment, items: Sequence[DataItem], special: _Spe
     form = experiment.spec.form
     problems, notes = _Traps(items), _Traps(items)
     for item in items:
-        for problem in dict.fromkeys(trap for row in item.rows for trap in _find_traps(row, item, form, special)):
+        for problem in dict.fromkeys(
+            trap for row in item.rows for trap in _find_traps(row, item, form, special)
+        ):
             problems.see(problem, item.origin)
         rows = [row.ids for row in item.rows]
         if special.begin not in special.stops and any(_has_begin_inside(ids, special) for ids in rows):
@@ -168,18 +174,22 @@ def _check_ends(experiment: Experiment, items: Sequence[DataItem], special: _Spe
             notes.see(f"have text that the tokenizer writes as {special.name(special.unknown)}", item.origin)
     check, found = f"{SOURCE}: tokens that begin and end sequences", notes.describe_all()
     if problems.counts:
-        return Finding(check, problems.describe_all()[0], _END_REASONS, (*problems.describe_all()[1:], *found))
+        return Finding(
+            check, problems.describe_all()[0], _END_REASONS, (*problems.describe_all()[1:], *found)
+        )
     missed = _find_missed_end(experiment, items, special)
     return Finding(check, missed, None if missed is None else _MISSED_REASON, found)
 
 
-_END_REASONS = "records hold special tokens as text, or the chat template was applied twice or has no generation prompt"
+_END_REASONS = (
+    "records hold special tokens as text, or the chat template was applied twice or has no generation prompt"
+)
 _MISSED_REASON = "generation.stop_token_ids replaces the model's own list, and lacks this token"
 
 
 def _find_traps(row: Row, item: DataItem, form: str, special: _Special) -> Iterator[str]:
     ids, begin = row.ids, special.begin
-    if begin is not None and any(pair == (begin, begin) for pair in zip(ids, ids[1:], strict=False)):
+    if begin is not None and (begin, begin) in pairwise(ids):
         yield f"have {special.name(begin)} twice in a row"
     if special.padding in ids:
         yield f"have the padding token {special.name(special.padding)} in their text"
@@ -200,7 +210,9 @@ def _has_begin_inside(ids: Sequence[int], special: _Special) -> bool:
     """Check for a beginning of sequence that neither begins the row nor follows the end of an earlier turn."""
     for i, token in enumerate(ids):
         if token == special.begin and i:
-            before = next((other for other in reversed(ids[:i]) if not special.is_blank(other)), special.begin)
+            before = next(
+                (other for other in reversed(ids[:i]) if not special.is_blank(other)), special.begin
+            )
             if before not in special.stops and before != special.begin:
                 return True
     return False
@@ -212,7 +224,10 @@ def _find_missed_end(experiment: Experiment, items: Sequence[DataItem], special:
     templated = data.apply_chat_template or not all(item.plain for item in items)
     if spec.generation is None or not templated:
         return None
-    end, sampling = ChatTemplate(special.tokenizer, data.chat_template_kwargs).find_turn_end(), spec.generation(experiment)
+    end, sampling = (
+        ChatTemplate(special.tokenizer, data.chat_template_kwargs).find_turn_end(),
+        spec.generation(experiment),
+    )
     if end is None or end in special.stops or sampling.ignore_eos or special.name(end) in sampling.stop:
         return None
     return f"the chat template ends a turn with {special.name(end)} (id {end}), at which generation does not stop"
@@ -259,7 +274,9 @@ def _check_teaching(
     form = experiment.spec.form
     if form in ("pair", "ranked"):
         yield Finding(f"{SOURCE}: answers to a prompt differ", notes=_list_equal(form, items, rejects))
-    labels = [label for item in items for key in ("label", "step_labels") for label in item.numbers.get(key, ())]
+    labels = [
+        label for item in items for key in ("label", "step_labels") for label in item.numbers.get(key, ())
+    ]
     if labels:
         check, counts = f"{SOURCE}: labels", {label: labels.count(label) for label in (1, 0)}
         check += f" ({counts[1]:,} good, {counts[0]:,} bad)"
@@ -305,4 +322,3 @@ def take_records(experiment: Experiment, count: int = MOST) -> list[Record]:
     if not found:
         raise UserError("data.train has no records to check with")
     return found[:count]
-

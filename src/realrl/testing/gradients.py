@@ -8,12 +8,12 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from realrl.algorithms.base.method import Metrics, ModelOutput
+from realrl.algorithms.base.method import Algorithm, Metrics, ModelOutput
 from realrl.data.batch import Batch
 from realrl.runtime.training_run import TrainingRun
 from realrl.testing.findings import Finding
@@ -61,7 +61,7 @@ class ProbedRun(TrainingRun):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._probes: dict[str, list[_Probe]] = {}
-        self.worker.use(_ProbedAlgorithm(self.algorithm, self._probes))  # type: ignore[arg-type]
+        self.worker.use(cast(Algorithm, _ProbedAlgorithm(self.algorithm, self._probes)))
 
     def _finish(self) -> None:
         super()._finish()
@@ -256,8 +256,7 @@ def _judge_tokens(check: str, probes: list[_Probe]) -> Finding:
     if rows >= _LEAST_ROWS and ended == 0:
         return Finding(
             check,
-            f"the last token of a sequence has no gradient in any of {rows:,} sequences, so the model never learns to"
-            " stop",
+            f"none of {rows:,} sequences has a gradient at its last token, so the model never learns to stop",
             "labels are shifted; logprobs[t] already belongs to token t, given the tokens before it",
             notes,
         )

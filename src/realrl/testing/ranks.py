@@ -104,8 +104,8 @@ def run_on_ranks(
 
     Each rank writes the tokens that it generates to a file in the recipe's directory, which `sampled` reads.
 
-    `classes`: the class of a recipe's run, if it is not `TrainingRun`. Recipes in `evaluated` are evaluated instead of
-    trained, like `realrl eval`; results go to RUN_DIR/eval. Raises RanksFailure for the first recipe that fails.
+    `classes`: the class of a recipe's run, if it is not `TrainingRun`. Recipes in `evaluated` are evaluated instead
+    of trained, like `realrl eval`; results go to RUN_DIR/eval. Raises RanksFailure for the first recipe that fails.
     """
     set_library_defaults()
     context = multiprocessing.get_context("forkserver")
@@ -149,7 +149,10 @@ def sampled(recipe: Path) -> Tokens:
 
 
 def _rank(
-    rank: int, size: int, recipes: Sequence[tuple[str, type[TrainingRun] | None, bool]], prepare: Callable[[], None] | None
+    rank: int,
+    size: int,
+    recipes: Sequence[tuple[str, type[TrainingRun] | None, bool]],
+    prepare: Callable[[], None] | None,
 ) -> None:
     if prepare is not None:
         prepare()

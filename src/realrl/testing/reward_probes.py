@@ -132,7 +132,9 @@ def _probe(
         else:
             yield Finding(f"{name}: {check}")
     equal = f"all of them score {first[0]:.6g}: sampled ones, and those of the lines above"
-    yield Finding(f"{name}: some completions score better than others", notes=(equal,) if len(seen) == 1 else ())
+    yield Finding(
+        f"{name}: some completions score better than others", notes=(equal,) if len(seen) == 1 else ()
+    )
 
 
 def _list_answers(tokens: Mapping[str, Any]) -> Iterator[list[int]]:
