@@ -18,7 +18,7 @@ from realrl.data.batch import Batch
 from realrl.runtime.training_run import TrainingRun
 from realrl.testing.findings import Finding
 
-_PROBED = 4
+_PROBED = 8
 """Maximum number of micro-batches that are probed for each call."""
 _STEP = 1e-3
 """Distance between outputs of the model. It is large enough for losses that compute in float32."""
@@ -26,8 +26,8 @@ _TOLERANCE = 0.02
 """Maximum difference of two slopes, relative to their size."""
 _ROUNDING = 1e-6
 """Rounding error of a loss, relative to its size."""
-_LEAST_ROWS = 4
-"""Number of sequences from which on it is no accident if none of them has a gradient at its last token."""
+_LEAST_ROWS = 2
+"""Minimum number of sequences with a gradient before last tokens without one are a problem."""
 _FILE = "gradients.json"
 
 
@@ -113,7 +113,7 @@ def _probe_as(dtype: torch.dtype, method: Any, batch: Batch, output: ModelOutput
     def compute(moved: Mapping[str, Tensor]) -> Tensor:
         # Copies, because the loss may change them in place.
         copies = {name: tensor.clone() for name, tensor in moved.items()}
-        loss: Tensor = method.loss(batch.select(range(len(batch))), replace(output, **copies))[0]
+        loss: Tensor = method.loss(batch.select(range(len(batch))), replace(output, **cast(Any, copies)))[0]
         return loss
 
     def measure(moved: Mapping[str, Tensor]) -> float:

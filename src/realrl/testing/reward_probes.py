@@ -1,6 +1,7 @@
 """Probe reward functions: are they deterministic, does a score depend on its completion alone, what breaks them?"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -46,16 +47,16 @@ def probe_rewards(experiment: Experiment, tokens: Mapping[str, Any]) -> Iterator
     fields = records.further_fields(range(count))
     origins = records.list_origins(range(count))
 
-    def make_input(ids: Sequence[int], written: Callable[[int], list[int]]) -> FunctionInput:
+    def make_input(prefix: str, ids: Sequence[int], written: Callable[[int], list[int]]) -> FunctionInput:
         """Make the input with the answer `written(i)` to the i-th prompt, for each i in `ids`."""
         rows = [[*prompts[i], *written(i)] for i in ids]
         cuts = torch.tensor([len(prompts[i]) for i in ids])
         batch = Batch(
             tuple(range(len(ids))),
             {
-                "sequences": Ragged.of(rows, dtype=torch.int64),
-                "prompt_length": Ragged.scalars(cuts),
-                "finished": Ragged.scalars(torch.ones(len(ids))),
+                f"{prefix}sequences": Ragged.of(rows, dtype=torch.int64),
+                f"{prefix}prompt_length": Ragged.scalars(cuts),
+                f"{prefix}finished": Ragged.scalars(torch.ones(len(ids))),
             },
         )
         chosen = {name: [values[i] for i in ids] for name, values in fields.items()}
@@ -70,11 +71,25 @@ def probe_rewards(experiment: Experiment, tokens: Mapping[str, Any]) -> Iterator
         ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids or [stop_token_ids[0]]
 
+    probed: set[str] = set()
     for call in calls:
         assert call.function is not None, "functions have a reference"
         method = cast(FunctionMethod, functions[call.name])
+        prefix = next((key.removesuffix("sequences") for key in call.inputs if key.endswith("sequences")), "")
+        # Calls that differ only in the prefix of their keys have the same function.
+        name = call.name.removesuffix(f"_{prefix}".rstrip("_"))
+        if name in probed:
+            continue
+        probed.add(name)
         yield from _probe(
-            call.function, method, call.outputs[0], count, make_input, answer, stop_token_ids[0], quote
+            call.function,
+            method,
+            call.outputs[0],
+            count,
+            partial(make_input, prefix),
+            answer,
+            stop_token_ids[0],
+            quote,
         )
 
 
