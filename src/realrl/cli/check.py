@@ -26,7 +26,7 @@ def check(
     The first 1,000 records of data.train are searched for doubled or missing begin and end tokens, cut answers and
     equal pairs. Tiny models with random weights then train two steps: in one process and in several, with small and
     large micro-batches, again, and resumed from a checkpoint. The first number that differs is named. The gradient
-    of your own loss is compared with finite differences. Reward functions are called twice, in another order, and
+    of the loss is compared with finite differences. Reward functions are called twice, in another order, and
     on empty and very long answers. Three records are shown with the tokens to learn. Notes are no mistakes for
     certain, and do not change the exit status. See docs/check.md.
     """

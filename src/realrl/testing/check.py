@@ -18,7 +18,6 @@ from realrl.plan.presets import PRESETS
 from realrl.program.validate import ProgramError
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import load_experiment, parse_experiment
-from realrl.recipe.registry import find_user_code
 from realrl.runtime.prepare.inputs import load_shared_tokenizer
 from realrl.runtime.prepare.job import make_job
 from realrl.runtime.script_objects import load_objects
@@ -93,16 +92,15 @@ def check_recipe(
 
     Yields a finding per check. Every run of two training steps is compared with the same steps in one process: the
     samples, every metric and the saved state. One of these runs resumes from a checkpoint after the first step, in
-    a new process. The gradient of a user's own loss is compared with finite differences. Then the reward functions
+    a new process. The gradient of each loss is compared with finite differences. Then the reward functions
     are probed. `records`: some records of the recipe's data set. Files are written into `directory`.
     """
     tokenizer = load_shared_tokenizer(experiment)
     settings = shrink_recipe(experiment, directory, records=records, tokenizer=tokenizer)
     small = parse_experiment(settings)
     graph = small.graph
-    own = find_user_code(experiment.algorithm) is not None
     alone, *others = _list_runs(graph, directory, processes)
-    runs = [alone, *_list_further_runs(directory, own=own), *others]
+    runs = [alone, *_list_further_runs(directory), *others]
     for run in runs:
         run.write(settings, graph)
     for size in sorted({run.size for run in runs}):
@@ -124,19 +122,20 @@ def check_recipe(
     yield from probe_rewards(small, sampled(alone.recipe))
 
 
-def _list_further_runs(place: Path, *, own: bool) -> Iterator["_Run"]:
-    """List the runs in one process that only recipes need. `own`: whether the algorithm is the user's."""
-    yield _Run(name="the same run again", recipe=place / "again.yaml", kind="again")
-    yield _Run(
-        name="resumed from a checkpoint after the first step",
-        recipe=place / "resumed.yaml",
-        kind="resumed",
-        run_class=InterruptedRun,
-    )
-    if own:
-        yield _Run(
+def _list_further_runs(place: Path) -> list["_Run"]:
+    """List the runs in one process that only recipes need."""
+    return [
+        _Run(name="the same run again", recipe=place / "again.yaml", kind="again"),
+        _Run(
+            name="resumed from a checkpoint after the first step",
+            recipe=place / "resumed.yaml",
+            kind="resumed",
+            run_class=InterruptedRun,
+        ),
+        _Run(
             name="gradient of the loss", recipe=place / "gradient.yaml", kind="gradient", run_class=ProbedRun
-        )
+        ),
+    ]
 
 
 def _check_groups(alone: "_Run") -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Compare the gradient of a user's loss with finite differences, and find the tokens that it reaches.
+"""Compare the gradients of losses with finite differences, and find the tokens that they reach.
 
 A run of the recipe calls each loss a few more times, with other outputs of the model, and writes what it has found.
 """
