@@ -205,7 +205,9 @@ def list_replacements(recipe: Path, directory: Path) -> list[str]:
         for setting in ("path=null", f"tokenizer={tokenizer}")
         + (("shape=llama-2-7b",) if "path" in model else ())
     ]
-    return [*models, f"data.train={data}", "data.eval=null", "device=cpu", "cluster=1x1"]
+    data_settings = [f"data.train={data}"] + [f"data.eval={data}"] * bool(document["data"].get("eval"))
+    further_settings = ["loss.answers=3"] if form == "ranked" else []
+    return [*models, *data_settings, *further_settings, "device=cpu", "cluster=1x1"]
 
 
 def check_shipped() -> dict[str, str]:

@@ -100,6 +100,9 @@ def shrink_recipe(
             "min_new_tokens": 0,
             "stop_token_ids": None,
         }
+    policy = settings.get("policy", {})
+    if policy.get("overlong_buffer"):
+        policy["overlong_buffer"] = min(policy["overlong_buffer"], NEW_TOKENS)
     # Overrides of models are left out, because they would not fit the tiny models.
     return apply_overrides(settings, [o for o in overrides if not o.strip().startswith("models.")])
 
