@@ -38,7 +38,9 @@ def answer(text: str, prompt: str = "the film") -> dict[str, str]:
             "sft", [answer(" is good", "<s><s>the film")], {}, "have <s> twice in a row", id="begin"
         ),
         pytest.param("ppo", [{"prompt": "the film</s>"}], {}, "end the prompt with </s>", id="ended prompt"),
-        pytest.param("sft", [answer(" is good</s> bad")], {}, "go on after </s>", id="end inside an answer"),
+        pytest.param(
+            "sft", [answer(" is good</s> bad")], {}, "continue after </s>", id="end inside an answer"
+        ),
         pytest.param("sft", [answer(" is good<pad><pad>")], {}, "have the padding token <pad>", id="padding"),
         pytest.param(
             "ppo",

@@ -203,7 +203,7 @@ def _find_traps(row: Row, item: DataItem, form: str, special: _Special) -> Itera
         for first, stop in row.answers:
             early = next((token for token in ids[first : stop - 1] if token in special.stops), None)
             if early is not None:
-                yield f"go on after {special.name(early)}, at which generation stops"
+                yield f"continue after {special.name(early)}, at which generation stops"
 
 
 def _has_begin_inside(ids: Sequence[int], special: _Special) -> bool:
