@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas
 import pytest
+import yaml
 from datasets import Dataset, DatasetDict
 
 import realrl
@@ -20,7 +21,7 @@ ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
 
 
 def read(algorithm: str, **arguments: Any) -> dict[str, Any]:
-    return read_arguments(find_algorithm(algorithm)[0], arguments)
+    return read_arguments(find_algorithm(algorithm)[0], algorithm, arguments)
 
 
 def at(settings: Any, path: str) -> Any:
@@ -170,3 +171,23 @@ def test_a_plan_for_gpus_predicts_what_the_command_predicts(
     expected = json.loads(capsys.readouterr().out)["step_seconds"]
     planned = realrl.SFT(model=models["actor"], **settings).plan("h100:1x2", effort=2000)
     assert planned.report.chosen.step_seconds == pytest.approx(expected)
+
+
+
+def test_own_file_is_an_algorithm_with_its_settings_by_name(tmp_path: Path) -> None:
+    """`beta` is also a name of another tool, but this algorithm has a setting of this name."""
+    example = Path(__file__).parents[2] / "examples" / "online_dpo.py"
+    cls = realrl.algorithm(str(example))
+    made = cls(
+        model={"shape": "qwen3-0.6b", "tokenizer": "t"}, data="x.jsonl", reward="rewards.py:score", beta=0.7
+    )
+    settings = yaml.safe_load(made.recipe())
+    assert settings["algorithm"] == str(example)
+    assert settings["online_dpo"]["beta"] == 0.7
+
+
+def test_two_names_of_a_setting_are_refused() -> None:
+    with pytest.raises(realrl.UserError, match="samples and num_generations are the same setting"):
+        realrl.GRPO("x", data="x.jsonl", samples=4, num_generations=8)
+    with pytest.raises(realrl.UserError, match="seed belongs to the model"):
+        realrl.Sampling(seed=1)

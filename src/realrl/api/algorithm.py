@@ -56,8 +56,7 @@ class Algorithm:
         """
         self._callbacks = check_callbacks(callbacks)
         arguments = settings if model is None else {"model": model, **settings}
-        found = read_arguments(self.spec, arguments)
-        found["algorithm"] = self.reference
+        found = read_arguments(self.spec, self.reference, arguments)
         if "run_dir" not in found:
             found["run_dir"] = f"runs/{self.spec.name}-{_hash(found)}"
         self._settings = found

@@ -12,20 +12,23 @@ from realrl.config.explain import brief, list_paths, nearest
 from realrl.config.files import whole_file
 from realrl.recipe.algorithm import AlgorithmSpec
 from realrl.recipe.experiment import Experiment
-from realrl.recipe.load import change_settings
+from realrl.recipe.load import change_settings, rename_setting
 from realrl.recipe.other_names import OTHER_NAMES
 from realrl.runtime.script_objects import add_function
 
 
-def read_arguments(spec: AlgorithmSpec, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Make the settings of a recipe from keyword arguments. Raises UserError for an unknown name or a wrong object.
+def read_arguments(spec: AlgorithmSpec, reference: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Make the settings of a recipe from keyword arguments. `reference` is the `algorithm` of the recipe.
+
+    Raises UserError for an unknown name, a wrong object, or two names of one setting.
 
     A name is a role (`model`, `ref`, `critic`, `reward_model`), a part of the data (`data`, `eval_data`), a setting
     at the top of recipes or, if that is unambiguous, below it (`samples`, `max_new_tokens`), a path in quotes
     (`**{"data.batch": 8}`), or another tool's name (docs/recipes.md). `tokenizer` and `judge` take objects, too.
     """
     main = next(iter(spec.roles))
-    settings: dict[str, Any] = {"algorithm": spec.name}
+    settings: dict[str, Any] = {"algorithm": reference}
+    given: dict[str, str] = {}
     changes: list[tuple[str, Any]] = []
     for name, value in arguments.items():
         role = {"model": main, "reward_model": "reward"}.get(name, name)
@@ -42,13 +45,16 @@ def read_arguments(spec: AlgorithmSpec, arguments: Mapping[str, Any]) -> dict[st
         elif role in spec.roles:
             changes.append((f"models.{role}", read_model(value)))
         else:
-            changes.append((_find_path(name, spec), value))
+            path = _find_path(name, spec)
+            if (earlier := given.setdefault(rename_setting(path, value, spec.recipe)[0], name)) != name:
+                raise UserError(f"{earlier} and {name} are the same setting; give one of them")
+            changes.append((path, value))
     return change_settings(settings, changes)
 
 
 def _find_path(name: str, spec: AlgorithmSpec) -> str:
     """Find the path of a setting by its last part; the sections of the algorithm itself come first."""
-    if "." in name or name in spec.recipe.model_fields or name in OTHER_NAMES:
+    if "." in name or name in spec.recipe.model_fields or rename_setting(name, None, spec.recipe)[0] != name:
         return name
     paths = list(list_paths(spec.recipe))
     own = [path for path in paths if path.partition(".")[0] not in Experiment.model_fields]
@@ -63,6 +69,8 @@ def _find_path(name: str, spec: AlgorithmSpec) -> str:
             return found[0]
         if found:
             raise UserError(f'{name} may be {join(found, "or")}; write **{{"{found[0]}": ...}}')
+    if name in OTHER_NAMES:
+        return name  # its error message says what to use instead
     known = dict.fromkeys(path.rpartition(".")[2] for path in (*own, *main, *rest))
     hint = nearest(name, (*known, *spec.roles, "model", "data", "eval_data", "reward_model"))
     raise UserError(

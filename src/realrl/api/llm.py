@@ -1,5 +1,6 @@
 """Offline generation, with the names that users of vLLM know."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from realrl.api.errors import plain_errors
 from realrl.api.sampling import Sampling
 from realrl.api.session import Prompt, Session
+from realrl.checkpoint.saved import find_final_model
 from realrl.config.errors import UserError
 
 
@@ -46,12 +48,14 @@ class LLM:
 
     @plain_errors
     def __init__(self, model: Any, **settings: Any) -> None:
-        """Load a model: a path, a hub name, a `transformers` model, or a section as in recipes.
+        """Load a model: a path, the directory of a run, a hub name, a `transformers` model, or a section as in
+        recipes.
 
         settings: those of `Session`, such as cluster, device, plan, seed, and micro_batch_tokens: the number of
         tokens that the KV cache holds at a time. Raises UserError for a mistake.
         """
-        self._session = Session({"actor": model}, **settings)
+        found = find_final_model(os.fspath(model)) if isinstance(model, str | os.PathLike) else model
+        self._session = Session({"actor": found}, **settings)
 
     @plain_errors
     def generate(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from realrl.api.errors import plain_errors
-from realrl.checkpoint.saved import CONFIG, METRICS, SUMMARY, checkpoint_path
+from realrl.checkpoint.saved import CONFIG, METRICS, SUMMARY, find_final_model
 from realrl.config.errors import UserError
 from realrl.config.paths import local_path
 
@@ -75,13 +75,7 @@ class Run:
     @plain_errors
     def model(self) -> Path:
         """Hugging Face directory of the final model. Raises UserError if the run has not saved it."""
-        final = checkpoint_path(self.path, None)
-        if not final.is_dir():
-            raise UserError(
-                f"{self.path} has no final model yet; `realrl export {self.path} --out DIR` writes the models of"
-                " its last checkpoint"
-            )
-        return final
+        return Path(find_final_model(str(self.path)))
 
     @property
     def recipe(self) -> str:

@@ -37,6 +37,10 @@ class Sampling:
 
 def read_sampling(settings: Mapping[str, Any]) -> GenerationConfig:
     """Read sampling settings by our names or vLLM's. Raises UserError for a mistake."""
+    if "seed" in settings:
+        raise UserError(
+            "seed belongs to the model: realrl.LLM(model, seed=1) or realrl.Session(models, seed=1)"
+        )
     found: dict[str, Any] = {}
     for name, value in settings.items():
         ours = _VLLM.get(name, name)

@@ -128,6 +128,23 @@ def find_run_of(path: Path) -> tuple[Path, int | None]:
     return path, None
 
 
+def find_final_model(given: str) -> str:
+    """Return a model directory unchanged; for the directory of a run, return its final model.
+
+    Raises UserError if the run has not saved a final model.
+    """
+    run_dir = local_path(given)
+    if not (run_dir / CONFIG).is_file():
+        return given
+    final = checkpoint_path(run_dir, None)
+    if not final.is_dir():
+        raise UserError(
+            f"{given} is a run without a final model; `realrl export {given} --out DIR` writes the models of its"
+            " last checkpoint"
+        )
+    return str(final)
+
+
 def find_saved(run_dir: Path, trained: Sequence[str]) -> Saved:
     """Find what a run has saved. `trained` are the roles that it trains."""
     checkpoint = next(iter(list_checkpoints(run_dir).values()), None)

@@ -100,12 +100,13 @@ def generate(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
 ) -> None:
     """Sample completions from a model, for prompts or a data set, and score them."""
+    from realrl.checkpoint.saved import find_final_model
     from realrl.config.errors import UserError
     from realrl.config.paths import local_path
     from realrl.runtime.processes.environment import set_library_defaults, under_launcher
 
     set_library_defaults()
-    model_dir = _find_model(model_dir)
+    model_dir = find_final_model(model_dir)
     sampling = _read_sampling(
         max_new_tokens=max_new_tokens,
         min_new_tokens=min_new_tokens,
@@ -159,27 +160,6 @@ def generate(
     for row in rows:
         score = f"  [{row['score']:.4g}]" if "score" in row else ""
         typer.echo(f"{typer.style(_shown(row['prompt'], chat), dim=True)}{row['completion']}{score}\n")
-
-
-def _find_model(given: str) -> str:
-    """Return a model directory unchanged; for the directory of a run, return its final model.
-
-    Raises UserError if the run has not saved a final model.
-    """
-    from realrl.checkpoint.saved import CONFIG, checkpoint_path
-    from realrl.config.errors import UserError
-    from realrl.config.paths import local_path
-
-    run_dir = local_path(given)
-    if not (run_dir / CONFIG).is_file():
-        return given
-    final = checkpoint_path(run_dir, None)
-    if not final.is_dir():
-        raise UserError(
-            f"{given} is a run without a final model; `realrl export {given} --out DIR` writes the models of its"
-            " last checkpoint"
-        )
-    return str(final)
 
 
 def _read_sampling(**options: Any) -> "GenerationConfig":

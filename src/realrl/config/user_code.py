@@ -26,6 +26,9 @@ from realrl.config.errors import DescriptionError, UserCodeError, UserError
 from realrl.config.explain import brief, explain, find_settings
 from realrl.config.paths import local_path
 
+SCRIPT_MODULE = "realrl_objects"
+"""Module in memory with the functions that a script or notebook has passed to realrl."""
+
 
 class UserCode:
     """A user's Python module, which a setting names as `FILE.py` or `package.module`."""
@@ -47,6 +50,11 @@ class UserCode:
         if self.file is None:
             with self.errors("cannot be imported:"):
                 module = importlib.import_module(source) if _is_module(source) else None
+            if module is None and source == SCRIPT_MODULE:
+                raise UserError(
+                    f"{self.label} is a function of the script that started the run; run this script, or name a"
+                    " function as FILE.py:FUNCTION"
+                )
             if module is None:
                 raise UserError(f"{self.label}: there is no module {source}; write FILE.py or package.module")
             self.file = Path(module.__file__).resolve() if module.__file__ else None
@@ -356,7 +364,8 @@ def resolve_reference(reference: str) -> str:
         if not file.is_file():
             raise UserError(f"there is no file {file}")
         return f"{file}:{function}"
-    if not _is_module(source.partition(".")[0]):
+    # The directory of a run can be read without the script; only a call needs the function.
+    if source != SCRIPT_MODULE and not _is_module(source.partition(".")[0]):
         raise UserError(f"there is no module {source}; write FILE.py or package.module")
     return reference
 

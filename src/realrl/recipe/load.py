@@ -100,7 +100,7 @@ def change_settings(settings: Mapping[str, Any], changes: Iterable[tuple[str, An
     if recipe is not None:
         changed = rename_settings(changed, recipe)
     for name, value in changes:
-        name, value = _rename(name.split("."), value, recipe)
+        name, value = rename_setting(name, value, recipe)
         *path, last = name.split(".")
         section: Any = changed
         cls: type[Settings] | None = recipe
@@ -126,7 +126,7 @@ def rename_settings(settings: Mapping[str, Any], recipe: type[Settings]) -> dict
         section = renamed
         for part in place:
             section = section[part]
-        name, value = _rename(path, section[key], recipe)
+        name, value = rename_setting(".".join(path), section[key], recipe)
         if name == ".".join(path):
             continue
         del section[key]
@@ -142,17 +142,21 @@ def rename_settings(settings: Mapping[str, Any], recipe: type[Settings]) -> dict
     return renamed
 
 
-def _rename(path: Sequence[str], value: Any, recipe: type[Settings] | None) -> tuple[str, Any]:
-    """Translate the name and value of a setting with another tool's name; return other settings unchanged."""
+def rename_setting(name: str, value: Any, recipe: type[Settings] | None) -> tuple[str, Any]:
+    """Translate the name and value of a setting with another tool's name; return other settings unchanged.
+
+    `name` is a path such as `policy.samples`.
+    """
+    path = name.split(".")
     *place, _ = path
     cls = recipe
     for part in place:
         cls = _class_inside(cls, part)
     if recipe is None or cls is None or path[-1] in cls.model_fields:
-        return ".".join(path), value
+        return name, value
     found = accept_name(path, place, recipe, OTHER_NAMES)
     if found is None:
-        return ".".join(path), value
+        return name, value
     other, target = found
     return target, other.values.get(value, value) if isinstance(value, str | bool) else value
 

@@ -5,11 +5,24 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from realrl.config.errors import UserCodeError, UserError
+from realrl.config.explain import nearest
 from realrl.runtime.observer import MetricsRecord, RunObserver, Wishes
 
 if TYPE_CHECKING:
     from realrl.planner.report.comparison import Comparison
     from realrl.recipe.experiment import Experiment
+
+
+class StepMetrics(dict[str, float]):
+    """Metrics by name. A missing name gets an error that lists the names."""
+
+    def __missing__(self, name: str) -> float:
+        hint = nearest(name, self)
+        raise KeyError(
+            f"there is no metric {name}; "
+            + (f"did you mean {hint}? " if hint else "")
+            + f"there are {', '.join(sorted(self))}"
+        )
 
 
 @dataclass
@@ -74,7 +87,7 @@ class CallbackObserver:
     def record(self, record: MetricsRecord) -> None:
         """Pass on metrics, and call the callbacks. Raises UserCodeError if a callback raises an exception."""
         self._shown.record(record)
-        step = Step(record.step, self._steps, record.metrics, record.seconds, self.wishes)
+        step = Step(record.step, self._steps, StepMetrics(record.metrics), record.seconds, self.wishes)
         for callback in self._callbacks:
             _call(callback, record.kind, step)
 

@@ -19,9 +19,9 @@ from types import ModuleType
 from typing import Any
 
 from realrl.config.errors import UserError
+from realrl.config.user_code import SCRIPT_MODULE
 from realrl.runtime.processes.environment import OBJECTS_VARIABLE
 
-MODULE = "realrl_objects"
 CALLBACKS = "callbacks"
 """Name of the variable in `realrl_objects` that holds the callbacks of a run, on its ranks."""
 
@@ -35,7 +35,7 @@ def add_function(setting: str, function: Callable[..., Any]) -> str:
     readable = re.sub(r"\W", "_", named).strip("_") or "function"
     name = f"{readable}_{hashlib.sha256(_read_source(function).encode()).hexdigest()[:8]}"
     setattr(_module(), name, function)
-    return f"{MODULE}:{name}"
+    return f"{SCRIPT_MODULE}:{name}"
 
 
 def find_objects(settings: Any) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def find_objects(settings: Any) -> dict[str, Any]:
         settings = list(settings.values())
     if isinstance(settings, list | tuple):
         return {name: value for part in settings for name, value in find_objects(part).items()}
-    if isinstance(settings, str) and settings.startswith(f"{MODULE}:"):
+    if isinstance(settings, str) and settings.startswith(f"{SCRIPT_MODULE}:"):
         name = settings.partition(":")[2]
         return {name: vars(_module())[name]}
     return {}
@@ -83,17 +83,17 @@ def load_objects() -> None:
 
 def find_callbacks() -> list[Any]:
     """Return the callbacks that the launcher has sent to this rank."""
-    return list(vars(_module()).get(CALLBACKS, ())) if MODULE in sys.modules else []
+    return list(vars(_module()).get(CALLBACKS, ())) if SCRIPT_MODULE in sys.modules else []
 
 
 def _module() -> ModuleType:
     """Return the module `realrl_objects`. The first call creates it."""
-    if MODULE not in sys.modules:
-        module = ModuleType(MODULE)
-        module.__spec__ = ModuleSpec(MODULE, None)
+    if SCRIPT_MODULE not in sys.modules:
+        module = ModuleType(SCRIPT_MODULE)
+        module.__spec__ = ModuleSpec(SCRIPT_MODULE, None)
         module.__file__ = None
-        sys.modules[MODULE] = module
-    return sys.modules[MODULE]
+        sys.modules[SCRIPT_MODULE] = module
+    return sys.modules[SCRIPT_MODULE]
 
 
 def _read_source(function: Callable[..., Any]) -> str:
