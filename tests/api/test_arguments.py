@@ -173,13 +173,15 @@ def test_a_plan_for_gpus_predicts_what_the_command_predicts(
     assert planned.report.chosen.step_seconds == pytest.approx(expected)
 
 
-
 def test_own_file_is_an_algorithm_with_its_settings_by_name(tmp_path: Path) -> None:
     """`beta` is also a name of another tool, but this algorithm has a setting of this name."""
     example = Path(__file__).parents[2] / "examples" / "online_dpo.py"
     cls = realrl.algorithm(str(example))
     made = cls(
-        model={"shape": "qwen3-0.6b", "tokenizer": "t"}, data="x.jsonl", reward="rewards.py:score", beta=0.7
+        model={"shape": "qwen3-0.6b", "tokenizer": "t"},
+        data="x.jsonl",
+        reward={"verifier": {"kind": "numeric"}},
+        beta=0.7,
     )
     settings = yaml.safe_load(made.recipe())
     assert settings["algorithm"] == str(example)

@@ -132,7 +132,9 @@ def correct(completions, **_):
     return [weight * len(text) for text in completions]
 
 run = realrl.GRPO(
-    model={actor!r}, reward={reward}, data={data!r}, samples=4, batch=8, steps=2, max_new_tokens=8, lr=1e-3,
+    model={actor!r},
+    reward={{"correct": correct, "half": lambda completions, **_: [0.5 * len(c) for c in completions]}},
+    data={data!r}, samples=4, batch=8, steps=2, max_new_tokens=8, lr=1e-3,
     device="cpu", cluster={cluster!r}, run_dir={run!r}, micro_batch_tokens=256,
 ).train()
 print(run)
@@ -142,13 +144,11 @@ assert not any("gloo" in name for name in names), names
 """
 
 
-def run_script(
-    directory: Path, world: World, reward: str, *, cluster: str, torchrun: bool = False
-) -> list[float]:
+def run_script(directory: Path, world: World, *, cluster: str, torchrun: bool = False) -> list[float]:
     """Run a script without a `__main__` guard; the scores of its steps."""
     file, run = directory / "script.py", directory / f"run-{cluster}-{torchrun}"
     data = str(world.root / "ppo.jsonl")
-    code = SCRIPT.format(actor=world.actor, data=data, reward=reward, cluster=cluster, run=str(run))
+    code = SCRIPT.format(actor=world.actor, data=data, cluster=cluster, run=str(run))
     file.write_text(textwrap.dedent(code))
     command = [sys.executable, str(file)]
     if torchrun:
@@ -165,21 +165,11 @@ def run_script(
     return [metrics["actor.train/score"] for metrics in read_metrics(run)]
 
 
-@pytest.mark.parametrize(
-    "reward", ["correct", "lambda completions, **_: [2.0 * len(c) for c in completions]"]
-)
-def test_functions_of_a_script_reach_the_processes_of_its_run(
-    reward: str, world: World, tmp_path: Path
-) -> None:
-    alone = run_script(tmp_path, world, reward, cluster="1x1")
-    assert run_script(tmp_path, world, reward, cluster="1x2") == pytest.approx(alone, rel=1e-4)
-
-
-def test_a_script_under_torchrun_trains_with_its_processes(world: World, tmp_path: Path) -> None:
-    alone = run_script(tmp_path, world, "correct", cluster="1x1")
-    assert run_script(tmp_path, world, "correct", cluster="auto", torchrun=True) == pytest.approx(
-        alone, rel=1e-4
-    )
+def test_functions_of_a_script_reach_the_processes_of_its_run(world: World, tmp_path: Path) -> None:
+    """Under our launcher and under torchrun, a function with a variable of the script and a lambda."""
+    alone = run_script(tmp_path, world, cluster="1x1")
+    assert run_script(tmp_path, world, cluster="1x2") == pytest.approx(alone, rel=1e-4)
+    assert run_script(tmp_path, world, cluster="auto", torchrun=True) == pytest.approx(alone, rel=1e-4)
 
 
 @pytest.mark.parametrize("cluster", ["1x1", "1x2"])

@@ -226,26 +226,36 @@ def run_script(
     return [json.loads(file.read_text()) for file in directory.glob(f"saved-{ranks}-*.json")]
 
 
+@pytest.fixture(scope="module")
+def alone(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory in which one process has run the script."""
+    directory = tmp_path_factory.mktemp("alone")
+    run_script(world, directory, 1, "symmetric")
+    return directory
+
+
+PLACED = {
+    "actor.generate": "d1 t2 p1 @0-1 mb=256",
+    "actor.train": "d1 t1 p2 @0-1 mb=64",
+    "ref.inference": "d1 t1 p1 @1 mb=64",
+}
+
+
 @pytest.mark.parametrize(
-    "plan",
-    [
-        "symmetric",
-        {"actor.generate": "d1 t2 p1 @0-1 mb=256", "actor.train": "d1 t1 p2 @0-1 mb=64",
-         "ref.inference": "d1 t1 p1 @1 mb=64"},
-    ],
-    ids=["symmetric", "placed"],
-)  # fmt: skip
-@pytest.mark.parametrize("torchrun", [True, False], ids=["torchrun", "script"])
-def test_ranks_agree_and_equal_one_process(plan: Any, torchrun: bool, world: World, tmp_path: Path) -> None:
-    (alone,) = run_script(world, tmp_path, 1, "symmetric")
+    ("plan", "torchrun"), [("symmetric", True), (PLACED, False)], ids=["torchrun", "script"]
+)
+def test_ranks_agree_and_equal_one_process(
+    plan: Any, torchrun: bool, alone: Path, world: World, tmp_path: Path
+) -> None:
+    expected = json.loads((alone / "saved-1-0.json").read_text())
     found = run_script(world, tmp_path, 2, plan, torchrun=torchrun)
     assert len(found) == 1 + torchrun and found[0] == found[-1]
     first = found[0]
-    assert first[0] == alone[0]
-    assert first[1:3] == pytest.approx(alone[1:3], rel=1e-4, abs=1e-6)
-    for ours, theirs in zip(first[3], alone[3], strict=True):
+    assert first[0] == expected[0]
+    assert first[1:3] == pytest.approx(expected[1:3], rel=1e-4, abs=1e-6)
+    for ours, theirs in zip(first[3], expected[3], strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4)
-    assert_equal_models(tmp_path / "saved-1", tmp_path / "saved-2", 1e-5)
+    assert_equal_models(alone / "saved-1", tmp_path / "saved-2", 1e-5)
 
 
 def test_a_saved_session_continues_on_another_session(world: World, tmp_path: Path) -> None:

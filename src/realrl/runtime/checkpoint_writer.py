@@ -11,6 +11,7 @@ import torch.distributed as dist
 from realrl.checkpoint.contents import CheckpointContents, State
 from realrl.checkpoint.retention import commit, is_among_best, prune, read_best_metrics, write_metric
 from realrl.checkpoint.saved import RunState
+from realrl.checkpoint.storage import write_state
 from realrl.config.files import partial_path
 from realrl.program.lower import WRITER
 from realrl.recipe.experiment import Experiment
@@ -149,9 +150,6 @@ class Checkpointer:
         activity = self._process.activity
         activity.phase = f"writing {path.name}"
         try:
-            # Import this late, because it takes a second and not every run writes checkpoints.
-            from realrl.checkpoint.storage import write_state
-
             write_state(
                 partial_path(path),
                 tensors,

@@ -12,6 +12,7 @@ from realrl.algorithms.base.method import Algorithm
 from realrl.checkpoint.contents import PARAMETERS, TensorPieces
 from realrl.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from realrl.checkpoint.saved import CONFIG
+from realrl.checkpoint.storage import check_tensors, read_state
 from realrl.config.errors import RunError, UserError
 from realrl.config.files import as_os_error, reason_of
 from realrl.engine.buffers import FlatBuffer
@@ -142,9 +143,6 @@ def _fetch(
     """Read the portion of tensors with this number from the checkpoint."""
     parts = portions[number]
     buffer = FlatBuffer([part.stored for part in parts], dtype, "cpu")
-    # This import takes a second, and training runs import this module too.
-    from realrl.checkpoint.storage import check_tensors, read_state
-
     tensors = {
         f"{role}/{PARAMETERS}/{part.spec.name}": TensorPieces(
             part.spec.shape, dtype, {part.region.offset: buffer[part.spec.name]}

@@ -17,6 +17,7 @@ from realrl.algorithms.base.method import Algorithm, FunctionMethod, StatefulMet
 from realrl.checkpoint.contents import CheckpointContents
 from realrl.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from realrl.checkpoint.saved import Restored, RunState, list_checkpoints
+from realrl.checkpoint.storage import check_tensors, read_state
 from realrl.config.errors import RunError, UserError
 from realrl.config.explain import nearest
 from realrl.dataflow.call import Kind
@@ -122,9 +123,6 @@ def restore(
 
     Raises UserError on all ranks if none can be read.
     """
-    # This import takes a second, so runs without checkpoints avoid it.
-    from realrl.checkpoint.storage import check_tensors, read_state
-
     problems: list[str] = []
     for path in paths:
         problem, manifest, state = None, None, None

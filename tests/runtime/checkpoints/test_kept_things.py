@@ -100,7 +100,7 @@ def test_a_mistake_does_not_lose_the_checkpoint_that_is_being_written(
         time.sleep(1)
         write_state(*arguments, copied=copied, **more)
 
-    monkeypatch.setattr("realrl.checkpoint.storage.write_state", write)
+    monkeypatch.setattr("realrl.runtime.checkpoint_writer.write_state", write)
     reward = tmp_path / "broken.py"
     reward.write_text(BROKEN)
     more = {"reward__function": f"{reward}:score", "data__eval": None, "evaluation__every": None}

@@ -18,6 +18,7 @@ from realrl.algorithms.base.method import GenerateMethod, Method, Metrics, State
 from realrl.checkpoint.contents import CheckpointContents
 from realrl.checkpoint.manifest import CheckpointError, read_manifest
 from realrl.checkpoint.retention import commit
+from realrl.checkpoint.storage import check_tensors, read_state, write_state
 from realrl.config.errors import RunError, UserError
 from realrl.config.files import as_os_error, partial_path, reason_of
 from realrl.data.batch import KEY_DTYPES, Batch, Ragged
@@ -236,8 +237,6 @@ class SessionRank:
 
         Raises UserError if gradients wait for a step, and RunError if the checkpoint cannot be written.
         """
-        from realrl.checkpoint.storage import write_state
-
         process, partial = self.process, partial_path(directory)
         with process.together():
             waiting = [role for role, trainer in self.roles.trainers.items() if trainer.has_gradients]
@@ -264,8 +263,6 @@ class SessionRank:
 
     def load(self, directory: Path) -> None:
         """Load the state that `save` has written, under any plan. Raises UserError if it cannot be read."""
-        from realrl.checkpoint.storage import check_tensors, read_state
-
         process = self.process
         with self._contents.in_device_memory():
             with process.together():
