@@ -3,8 +3,8 @@
 Nothing in a checkpoint is unpickled or executed. Tensors are stored as raw bytes, and everything else as JSON. Any
 layout can read a checkpoint that another layout has written.
 
-Import this module before a process group exists: torch.distributed.tensor, which it imports, would keep the group alive,
-and a thread of gloo that is left at the end of a script can abort the interpreter.
+Import this module before a process group exists. Otherwise torch.distributed.tensor, which it imports, keeps the
+group alive, and a thread of gloo that is left at the end of a script can abort the interpreter.
 """
 
 import concurrent.futures
