@@ -358,3 +358,20 @@ def test_sampling_takes_the_names_of_vllm() -> None:
         realrl.Sampling(max_tokens=5, max_new_tokens=5)
     with pytest.raises(realrl.UserError, match="n=0"):
         realrl.Sampling(n=0)
+
+
+def test_a_mistake_in_a_loss_names_its_line_and_the_session_goes_on(
+    session: realrl.Session, world: World, tmp_path: Path
+) -> None:
+    batch = session.batch(read_prompts(world, 2), ["one", "two three"])
+    assert batch.prompt_length.tolist() == batch["prompt_length"].tolist()
+    with pytest.raises(
+        realrl.UserError, match=r"the loss raised AttributeError: .*'advantage'.*test_session\.py"
+    ):
+        session.forward_backward("actor", batch, lambda model, given: model.logprobs * given.advantage)
+    session.forward_backward("actor", batch, lambda model, _: -model.logprobs)
+    assert session.step("actor")["grad_norm"] > 0
+    with pytest.raises(AttributeError, match="no column 'absent'"):
+        batch.absent  # noqa: B018
+    with pytest.raises(realrl.UserError, match="is not a saved session"):
+        session.load(tmp_path / "absent")

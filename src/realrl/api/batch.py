@@ -44,6 +44,14 @@ class Batch:
         column = self._columns[name]
         return column.rows() if self._has_rows(name) else column.values
 
+    def __getattr__(self, name: str) -> "Tensor | list[Tensor]":
+        """Return a column: `batch.logprobs` is `batch["logprobs"]`."""
+        if name.startswith("_"):  # Python itself asks for some, also before there are columns
+            raise AttributeError(name)
+        if name not in self._columns:
+            raise AttributeError(f"the batch has no column {name!r}; it has {', '.join(self._columns)}")
+        return self[name]
+
     def _has_rows(self, name: str) -> bool:
         return self._columns[name].lengths == self._columns["sequences"].lengths
 

@@ -41,6 +41,8 @@ def read_sampling(settings: Mapping[str, Any]) -> GenerationConfig:
         raise UserError(
             "seed belongs to the model: realrl.LLM(model, seed=1) or realrl.Session(models, seed=1)"
         )
+    if "logprobs" in settings:
+        raise UserError("logprobs need not be requested: every answer has those of its tokens")
     found: dict[str, Any] = {}
     for name, value in settings.items():
         ours = _VLLM.get(name, name)

@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import islice
 from numbers import Number
@@ -84,7 +84,6 @@ class UserCode:
             raise UserError(f"{self.label}: {self.file or self.module.__name__} has no {name}")
         return getattr(self.module, name)
 
-    @contextmanager
     def errors(
         self,
         verb: str,
@@ -92,38 +91,53 @@ class UserCode:
         *,
         function: Callable[..., Any] | None = None,
         alone: bool = False,
-    ) -> Iterator[None]:
-        """Turn errors of the user's code in the block into a UserCodeError with file and line.
+    ) -> AbstractContextManager[None]:
+        """Turn errors of the module's code in the block into a UserCodeError, see `user_errors`."""
+        return user_errors(self.label, verb, passing=passing, file=self.file, function=function, alone=alone)
 
-        A DescriptionError and wrong values of settings become a UserError with file and line instead. `verb`
-        describes the failure, for example `raised`. Errors of the types `passing` stay unchanged. `function`: the
-        function that the block calls, which may be in another file of the user. `alone`: see `UserCodeError`.
-        """
-        defined = None if function is None else find_definition(function)
-        files = {self.file, None if defined is None else defined[0]}
-        try:
-            yield
-        except passing:
+
+@contextmanager
+def user_errors(
+    label: str,
+    verb: str,
+    *,
+    passing: tuple[type[Exception], ...] = (),
+    file: Path | None = None,
+    function: Callable[..., Any] | None = None,
+    alone: bool = False,
+) -> Iterator[None]:
+    """Turn errors of the user's code in the block into a UserCodeError with file and line.
+
+    A DescriptionError and wrong values of settings become a UserError with file and line instead. `label`
+    and `verb` begin the message, for example `evaluation.judge=judge.py:rate` and `raised`. Errors of the types
+    `passing` stay unchanged. `file` and `function`: the user's file, and the function that the block calls, which
+    may be in another file. `alone`: see `UserCodeError`.
+    """
+    defined = None if function is None else find_definition(function)
+    files = {file, None if defined is None else defined[0]}
+    try:
+        yield
+    except passing:
+        raise
+    except BaseException as error:  # the user's code may raise anything
+        if _may_be_signal(error):
             raise
-        except BaseException as error:  # the user's code may raise anything
-            if _may_be_signal(error):
-                raise
-            frames = traceback.extract_tb(error.__traceback__)
-            theirs = [frame for frame in frames if Path(frame.filename).resolve() in files]
-            place = f"{Path(theirs[-1].filename).resolve()}:{theirs[-1].lineno}" if theirs else ""
-            mistake = _describe_mistake(error)
-            if mistake is not None:
-                raise UserError(f"{place or self.label}: {mistake}") from None
-            listed = ""
-            if theirs:  # the first frames belong to this package
-                listed = "".join(traceback.StackSummary.from_list(frames[frames.index(theirs[0]) :]).format())
-            where = place and f" ({place})"
-            text = " ".join(_read_message(error).split())
-            reason = f"{type(error).__name__}{text and ': '}{text}"
-            trace = "".join(
-                ["Traceback (most recent call last):\n", listed, *traceback.format_exception_only(error)]
-            )
-            raise UserCodeError(f"{self.label} {verb} {reason}{where}", trace, alone) from error
+        frames = traceback.extract_tb(error.__traceback__)
+        theirs = [frame for frame in frames if Path(frame.filename).resolve() in files]
+        place = f"{Path(theirs[-1].filename).resolve()}:{theirs[-1].lineno}" if theirs else ""
+        mistake = _describe_mistake(error)
+        if mistake is not None:
+            raise UserError(f"{place or label}: {mistake}") from None
+        listed = ""
+        if theirs:  # the first frames belong to this package
+            listed = "".join(traceback.StackSummary.from_list(frames[frames.index(theirs[0]) :]).format())
+        where = place and f" ({place})"
+        text = " ".join(_read_message(error).split())
+        reason = f"{type(error).__name__}{text and ': '}{text}"
+        trace = "".join(
+            ["Traceback (most recent call last):\n", listed, *traceback.format_exception_only(error)]
+        )
+        raise UserCodeError(f"{label} {verb} {reason}{where}", trace, alone) from error
 
 
 def find_definition(function: Callable[..., Any]) -> tuple[Path, int] | None:

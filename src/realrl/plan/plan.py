@@ -115,6 +115,14 @@ class Plan:
     offload_optimizer: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        """List the placements, one call per line."""
+        width = max(map(len, self.placements), default=0)
+        lines = [f"{name:<{width}}  {placement}" for name, placement in self.placements.items()]
+        chosen = {"offload": self.offload, "offload_optimizer": self.offload_optimizer, "keep": self.keep}
+        lines += [f"{name}: {', '.join(roles)}" for name, roles in chosen.items() if roles]
+        return "\n".join([f"cluster {self.cluster}", *lines])
+
     def __getitem__(self, call: str) -> Placement:
         """Find the placement of a call. Raises KeyError if the plan has none."""
         return self.placements[call]

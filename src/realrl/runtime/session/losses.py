@@ -9,6 +9,7 @@ from torch import Tensor
 from realrl.algorithms.base.method import Metrics, ModelOutput, PlainInference, PlainTrain
 from realrl.algorithms.base.rows import Responses, interleave
 from realrl.config.errors import UserError, join
+from realrl.config.user_code import user_errors
 from realrl.data.batch import Batch, Ragged
 from realrl.runtime.session.recipe import SEQUENCES
 
@@ -147,7 +148,8 @@ class UserLoss(PlainTrain):
         columns = {name: self._join(batch, name) for name in self._columns}
         answers = Responses.of(columns[SEQUENCES], columns[PROMPT_LENGTH])
         seen = MicroBatch(columns, answers)
-        returned = self._function(Outputs(output, answers), seen)
+        with user_errors("the loss", "raised", passing=(UserError,), function=self._function):
+            returned = self._function(Outputs(output, answers), seen)
         losses, named = returned if isinstance(returned, tuple) else (returned, {})
         if not isinstance(named, Mapping):
             raise UserError(f"the loss returned a {type(named).__name__} in place of a mapping of metrics")

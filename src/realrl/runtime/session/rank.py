@@ -16,7 +16,7 @@ import torch
 
 from realrl.algorithms.base.method import GenerateMethod, Method, Metrics, StatelessAlgorithm
 from realrl.checkpoint.contents import CheckpointContents
-from realrl.checkpoint.manifest import CheckpointError, read_manifest
+from realrl.checkpoint.manifest import CheckpointError, is_checkpoint, read_manifest
 from realrl.checkpoint.retention import commit
 from realrl.checkpoint.storage import check_tensors, read_state, write_state
 from realrl.config.errors import RunError, UserError
@@ -264,6 +264,9 @@ class SessionRank:
     def load(self, directory: Path) -> None:
         """Load the state that `save` has written, under any plan. Raises UserError if it cannot be read."""
         process = self.process
+        with process.together():
+            if not is_checkpoint(directory):
+                raise UserError(f"{directory} is not a saved session")
         with self._contents.in_device_memory():
             with process.together():
                 try:
