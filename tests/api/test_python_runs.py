@@ -10,12 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from safetensors.torch import load_file
 
 import realrl
-from realrl.cli.app import run_app
-from realrl.recipe.registry import list_algorithms
 from tests.conftest import World
 from tests.runtime.processes import PATIENCE, heed_interrupts, until
 
@@ -31,20 +28,6 @@ def assert_equal_runs(first: Path, second: Path) -> None:
     assert read_metrics(first) == read_metrics(second)
     ours, theirs = (load_file(run / "final" / "model.safetensors") for run in (first, second))
     assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
-
-
-CHANGES: dict[str, dict[str, Any]] = {"remax": {"policy__samples": 1}, "ranked_reward": {"loss__answers": 3}}
-
-
-@pytest.mark.parametrize("algorithm", list_algorithms())
-def test_python_trains_like_the_command(algorithm: str, world: World, tmp_path: Path) -> None:
-    changes = SHORT | CHANGES.get(algorithm, {})
-    settings = yaml.safe_load(world.recipe(algorithm, tmp_path, **changes).read_text())
-    assert run_app(["train", str(tmp_path / "recipe.yaml")]) == 0
-    given = {name: value for name, value in settings.items() if name not in ("algorithm", "run_dir")}
-    run = realrl.algorithm(algorithm)(**given, run_dir=str(tmp_path / "python")).train()
-    assert run.finished and len(run.metrics) == 2 and run.model.is_dir()
-    assert_equal_runs(tmp_path / "run", run.path)
 
 
 def test_a_finished_run_is_returned_and_an_unfinished_one_resumes(

@@ -74,18 +74,18 @@ def assert_succeeded(found: list["subprocess.CompletedProcess[str]"]) -> None:
         assert done.returncode == 0, done.stderr
 
 
-def test_a_script_trains_twice_with_the_processes_of_srun(world: World, tmp_path: Path) -> None:
+def test_a_script_trains_with_the_processes_of_srun_on_two_nodes(world: World, tmp_path: Path) -> None:
     settings = {"actor": world.actor, "data": str(world.root / "ppo.jsonl"), "reward": "correct"}
     codes = [
         TRAIN.format(**settings, cluster=cluster, run=str(tmp_path / name))
-        for name, cluster in (("alone", "1x1"), ("first", "auto"), ("second", "auto"))
+        for name, cluster in (("alone", "1x1"), ("together", "auto"))
     ]
     (tmp_path / "alone.py").write_text(codes[0])
     subprocess.run([sys.executable, "alone.py"], cwd=tmp_path, check=True, capture_output=True)
-    (tmp_path / "twice.py").write_text("\n".join(codes[1:]))
-    assert_succeeded(srun(["twice.py"], tmp_path, nodes=2))
-    for name in ("first", "second"):
-        compare_runs(tmp_path / name, tmp_path / "alone", name=name, than="in one process", tolerance=1e-4)
+    (tmp_path / "script.py").write_text(codes[1])
+    assert_succeeded(srun(["script.py"], tmp_path, nodes=2))
+    runs = tmp_path / "together", tmp_path / "alone"
+    compare_runs(*runs, name="together", than="in one process", tolerance=1e-4)
 
 
 def test_a_command_trains_with_the_processes_of_srun(world: World, tmp_path: Path) -> None:
