@@ -30,6 +30,12 @@ SCRIPT_MODULE = "realrl_objects"
 """Module in memory with the functions that a script or notebook has passed to realrl."""
 
 
+def name_function(reference: str) -> str:
+    """Name a function in messages. A function of a script has its own name, without the module in memory."""
+    module, _, name = reference.partition(":")
+    return name.rpartition("_")[0] if module == SCRIPT_MODULE else reference
+
+
 class UserCode:
     """A user's Python module, which a setting names as `FILE.py` or `package.module`."""
 
@@ -40,7 +46,7 @@ class UserCode:
 
         Raises UserError if there is no such module, and UserCodeError if it cannot be imported.
         """
-        self.label = f"{setting}={reference}"
+        self.label = f"{setting}={name_function(reference)}"
         """The setting and its value, for error messages."""
         source = reference.rpartition(":")[0] or reference
         self.file: Path | None = local_path(source).resolve() if source.endswith(".py") else None
@@ -219,7 +225,7 @@ class UserFunction:
         """`reference` is `FILE.py:FUNCTION` or `package.module:FUNCTION`.
 
         Raises UserError if there is no such function, or if it is async although `awaits` is false."""
-        self.label = f"{setting}={reference}"
+        self.label = f"{setting}={name_function(reference)}"
         try:
             resolve_reference(reference)
         except UserError as error:

@@ -9,6 +9,7 @@ import torch
 from realrl.algorithms.base.method import FunctionInput, FunctionMethod
 from realrl.algorithms.build import build_algorithm
 from realrl.config.errors import UserError
+from realrl.config.user_code import name_function
 from realrl.data.batch import Batch, Ragged
 from realrl.plan.cluster import Cluster
 from realrl.recipe.experiment import Experiment
@@ -82,7 +83,7 @@ def probe_rewards(experiment: Experiment, tokens: Mapping[str, Any]) -> Iterator
             continue
         probed.add(name)
         yield from _probe(
-            call.function,
+            name_function(call.function),
             method,
             call.outputs[0],
             count,

@@ -10,7 +10,7 @@ from realrl.algorithms.rewards.config import RewardTerm, name_setting
 from realrl.algorithms.rewards.http import HttpScorer
 from realrl.algorithms.rewards.verifiers.verifier import Verification, Verifier
 from realrl.config.errors import UserError
-from realrl.config.user_code import UserFunction, describe_no_number, read_number
+from realrl.config.user_code import UserFunction, describe_no_number, name_function, read_number
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -35,7 +35,7 @@ class FunctionScorer(Scorer):
 
     def __init__(self, setting: str, reference: str) -> None:
         self._setting, self._reference = setting, reference
-        self.label = f"{setting}={reference}"
+        self.label = f"{setting}={name_function(reference)}"
         self._loaded: UserFunction | None = None
 
     @property

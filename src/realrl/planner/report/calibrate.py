@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from realrl.config.errors import UserError, join
+from realrl.config.user_code import name_function
 from realrl.plan.placement import Placement
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
@@ -34,7 +35,7 @@ def _unmeasured(profile: Profile | None, spec: ClusterSpec, functions: Iterable[
     """Describe the functions that no run has measured on devices of this kind."""
     used = profile is not None and profile.device in {group.device.name for group in spec.groups}
     unknown = [
-        name
+        name_function(name)
         for name in dict.fromkeys(functions)
         if not used or profile is None or profile.function_seconds(name) is None
     ]

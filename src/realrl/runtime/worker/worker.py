@@ -17,6 +17,7 @@ from realrl.algorithms.base.method import (
 )
 from realrl.algorithms.base.scoring import UnscoredError
 from realrl.config.errors import UserCodeError
+from realrl.config.user_code import name_function
 from realrl.data.batch import Batch
 from realrl.dataflow.call import Call, Kind
 from realrl.engine.finite import NotFiniteError, NotFiniteLogitsError
@@ -275,7 +276,11 @@ class Worker:
             raise UserCodeError(f"{run.call}: {error}", alone=True) from None
         except UnscoredError:
             graph, step = now.store.graph, now.input.sampling_seed.step + 1
-            scorers = [f"{call.name} ({call.function})" for call in graph.functions if call.record_fields]
+            scorers = [
+                f"{call.name} ({name_function(call.function)})"
+                for call in graph.functions
+                if call.record_fields and call.function
+            ]
             raise UnscoredError(scorers, now.store.size, step) from None
 
     def _run(self, run: Run, now: _Step) -> None:
