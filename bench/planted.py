@@ -10,6 +10,7 @@ are not in the repository. They have no bug, so each problem is a false alarm.
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -215,6 +216,9 @@ def check_shipped() -> dict[str, str]:
     found = {}
     for recipe in sorted([*(ROOT / "recipes").rglob("*.yaml"), *EXAMPLES.glob("*.yaml")]):
         name = str(recipe.relative_to(ROOT))
+        if recipe.stem == "sentiment" and "SENTIMENT_MODEL" not in os.environ:
+            print(f"{name}: skipped, set SENTIMENT_MODEL to the directory of its classifier", flush=True)
+            continue
         with tempfile.TemporaryDirectory() as scratch:
             before = time.monotonic()
             found[name] = run_check(recipe, *list_replacements(recipe, Path(scratch)))
