@@ -130,7 +130,7 @@ def user_errors(
             raise
         frames = traceback.extract_tb(error.__traceback__)
         theirs = [frame for frame in frames if Path(frame.filename).resolve() in files]
-        place = f"{Path(theirs[-1].filename).resolve()}:{theirs[-1].lineno}" if theirs else ""
+        place = _name_place(theirs[-1]) if theirs else ""
         mistake = _describe_mistake(error)
         if mistake is not None:
             raise UserError(f"{place or label}: {mistake}") from None
@@ -144,6 +144,13 @@ def user_errors(
             ["Traceback (most recent call last):\n", listed, *traceback.format_exception_only(error)]
         )
         raise UserCodeError(f"{label} {verb} {reason}{where}", trace, alone) from error
+
+
+def _name_place(frame: traceback.FrameSummary) -> str:
+    """Name the file and line of a frame. A function that came from another process may have lost its file."""
+    if frame.filename.startswith("<"):
+        return f"line {frame.lineno} of the script"
+    return f"{Path(frame.filename).resolve()}:{frame.lineno}"
 
 
 def find_definition(function: Callable[..., Any]) -> tuple[Path, int] | None:
