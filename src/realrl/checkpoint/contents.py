@@ -186,7 +186,18 @@ def _add_trained(state: dict[str, TensorPieces], role: str, trainer: Trainer, *,
 
 
 def _add_replicated(state: dict[str, TensorPieces], role: str, model: Model, held: LocalSet) -> None:
-    """Add tensors that are not trained. If n data-parallel ranks have equal copies, each adds every n-th tensor."""
+    """Add tensors that are not trained."""
+    for local, first, values in list_counted(model, held):
+        pieces = _find_pieces(state, role, PARAMETERS, local, values.dtype)
+        _cut(pieces, local, first, first + len(values), values)
+
+
+def list_counted(model: Model, held: LocalSet) -> Iterator[tuple[LocalTensor, int, Tensor]]:
+    """List the elements of a parameter set that this rank counts: the tensor, the first element, and flat values.
+
+    All ranks of the model together count every element once. If n data-parallel ranks have equal copies, each of
+    them counts every n-th tensor.
+    """
     data, placement = model.groups.data, held.layout.placement
     if placement.is_copy(model.rank):
         return
@@ -197,8 +208,7 @@ def _add_replicated(state: dict[str, TensorPieces], role: str, model: Model, hel
         end = min(end, local.region.numel)
         if (sharded or i % data.size == data.index) and first < end:
             start = held.buffer.offset(local.region.tensor)
-            pieces = _find_pieces(state, role, PARAMETERS, local, flat.dtype)
-            _cut(pieces, local, first, end, flat[start + first : start + end])
+            yield local, first, flat[start + first : start + end]
 
 
 def _find_pieces(

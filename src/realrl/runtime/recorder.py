@@ -43,7 +43,7 @@ class _Kept:
 
 
 class Recorder:
-    """Records the steps that the recipe asks for, and steps in which something went wrong.
+    """Records the steps that the recipe asks for, and steps with trouble.
 
     All ranks call `begin` and `end` for every step. The last two steps stay in memory, because other ranks learn of
     trouble one step later than the rank that writes.
@@ -100,7 +100,6 @@ class Recorder:
             self._write(
                 kept, "debug.record asks for it", _list_rows(kept.data, self._job, self._process.rank)
             )
-            return
         if not self._settings.trouble:
             return
         self._kept = {number: old for number, old in self._kept.items() if number == step - 1} | {step: kept}

@@ -7,8 +7,8 @@ from math import sqrt
 import torch
 from torch import Tensor
 
+from realrl.checkpoint.contents import list_counted
 from realrl.engine.model import Model
-from realrl.engine.training.gradients import find_counted_elements
 
 _CHUNK = 1 << 22
 """Elements that are converted at a time."""
@@ -53,22 +53,11 @@ def take_fingerprints(model: Model) -> dict[str, Fingerprint]:
 
     The sums over all ranks of the model's placement are the fingerprints of the whole tensors.
     """
-    found: dict[str, Fingerprint] = {}
-    data = model.groups.data
-    for held in model.sets.values():
-        placement = held.layout.placement
-        if placement.is_copy(model.rank):
-            continue
-        sharded = placement.strategy.shards_parameters
-        flat = held.memory.find_values(held.buffer.data)
-        for i, local in enumerate(held.layout.tensors(model.rank)):
-            first, end = find_counted_elements(model, local)
-            end = min(end, local.region.numel)
-            # Data-parallel ranks with equal copies divide the tensors among themselves.
-            if (sharded or i % data.size == data.index) and first < end:
-                start = held.buffer.offset(local.region.tensor)
-                found[local.spec.name] = Fingerprint.of(flat[start + first : start + end])
-    return found
+    return {
+        local.spec.name: Fingerprint.of(values)
+        for held in model.sets.values()
+        for local, _, values in list_counted(model, held)
+    }
 
 
 def add_fingerprints(parts: Iterable[Fingerprints]) -> dict[str, Fingerprint]:
