@@ -198,7 +198,7 @@ def list_replacements(recipe: Path, directory: Path) -> list[str]:
     ]
     data, tokenizer = directory / f"{form}.jsonl", directory / "tokenizer"
     data.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    save_tokenizer(train_bpe((json.dumps(record) for record in records), 320), tokenizer)
+    save_tokenizer(train_bpe((json.dumps(record) for record in records), 259), tokenizer)
     models = [
         f"models.{role}.{setting}"
         for role, model in document["models"].items()
