@@ -36,7 +36,9 @@ class CallFingerprints:
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    header: StepHeader
+    step: int
+    checkpoint: int
+    taken: int
     data: StepData
     metrics: Mapping[str, float]
     fingerprints: Mapping[str, Fingerprints]
@@ -67,8 +69,8 @@ class Recorder:
         self._checkpoint = 0
         self._taken: dict[int, int] = {}
         """Number of records that were taken when training last continued from each checkpoint."""
-        self._factors: dict[int, float] = {}
-        """Factor of the learning rates in each step of this start."""
+        self._factors: list[tuple[int, float]] = []
+        """Steps from which the factor of the learning rates has changed, in the order of time, and the factor."""
         self._kept: dict[int, _Kept] = {}
         self._watch: CallFingerprints | None = None
         self.trouble = 0
@@ -83,11 +85,12 @@ class Recorder:
 
         `checkpoint`: number of steps before the last checkpoint; None if there is none.
         """
-        first = not self._factors
+        first, factor = not self._factors, self._training.rate_factor
         if first or checkpoint == step - 1:
             self._checkpoint = checkpoint or 0
             self._taken[self._checkpoint] = self._training.taken
-        self._factors[step] = self._training.rate_factor
+        if first or factor != self._factors[-1][1]:
+            self._factors.append((step, factor))
         self._watch = CallFingerprints() if self.asks(step) else None
         return self._watch
 
@@ -126,14 +129,9 @@ class Recorder:
         """
         kept = self._kept.pop(step, None)
         if self._process.gather(self._has_room())[WRITER] and kept is not None:
-            header = replace(
-                kept.header,
-                checkpoint=state.step,
-                taken=self._taken.get(state.step, state.taken),
-                rate_factors=self._list_factors(state.step, step),
-            )
-            rows = _list_rows(kept.data, self._job, self._process.rank)
-            self._write(replace(kept, header=header, fingerprints={}), reason, rows)
+            taken = self._taken.get(state.step, state.taken)
+            kept = replace(kept, checkpoint=state.step, taken=taken, fingerprints={})
+            self._write(kept, reason, _list_rows(kept.data, self._job, self._process.rank))
 
     def write_failed(self, step: int, reason: str) -> None:
         """Write everything that this rank holds of a step that failed.
@@ -151,24 +149,24 @@ class Recorder:
         return len(troubled) < self._settings.trouble
 
     def _keep(self, step: int, data: StepData, metrics: Mapping[str, float]) -> _Kept:
+        found = {} if self._watch is None else self._watch.found
+        return _Kept(step, self._checkpoint, self._taken[self._checkpoint], data, metrics, found)
+
+    def _find_factor(self, step: int) -> float:
+        """Find the factor of the learning rates in a step. After going back, the latest change counts."""
+        return next((factor for since, factor in reversed(self._factors) if since <= step), 1.0)
+
+    def _write(self, kept: _Kept, reason: str, rows: Rows) -> None:
+        steps = range(kept.checkpoint + 1, kept.step + 1)
         header = StepHeader(
-            step=step,
-            checkpoint=self._checkpoint,
-            taken=self._taken[self._checkpoint],
-            rate_factors=self._list_factors(self._checkpoint, step),
-            prompts=data.prompts,
+            step=kept.step,
+            checkpoint=kept.checkpoint,
+            taken=kept.taken,
+            rate_factors=[self._find_factor(number) for number in steps],
+            prompts=kept.data.prompts,
             plan=self._job.plan.describe(),
             ranks=self._job.plan.cluster.size,
         )
-        return _Kept(header, data, metrics, {} if self._watch is None else self._watch.found)
-
-    def _list_factors(self, checkpoint: int, step: int) -> list[float]:
-        """List the factors of the learning rates from the step after a checkpoint to a step."""
-        now = self._training.rate_factor
-        return [self._factors.get(number, now) for number in range(checkpoint + 1, step + 1)]
-
-    def _write(self, kept: _Kept, reason: str, rows: Rows) -> None:
-        header = kept.header
         directory = record_path(self._run_dir, header.step, header.checkpoint)
         record = RankRecord(header, rows, kept.metrics, kept.fingerprints)
         try:
