@@ -109,7 +109,9 @@ def _read_run(
     config, started = resolve_recipe(run, [])
     if cluster is None and plan not in PRESETS:
         cluster = str(Plan.load(plan, load_experiment(config, started).graph).cluster)
-    changes = [*started, "resume=changed", f"plan={json.dumps(plan)}", f"cluster={cluster or '1x1'}"]
+    # A step whose optimizer steps are skipped has to end, so that it can be compared.
+    started += ["resume=changed", "training.max_skipped=1000000000"]
+    changes = [*started, f"plan={json.dumps(plan)}", f"cluster={cluster or '1x1'}"]
     if device is not None:
         changes.append(f"device={device}")
     if device == "cpu":

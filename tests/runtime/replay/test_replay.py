@@ -211,6 +211,30 @@ def test_troubled_step_is_recorded(world: World, capsys: pytest.CaptureFixture[s
     assert "recorded because actor.train skipped an optimizer step" in out
 
 
+def test_step_that_ends_a_run_is_recorded(
+    world: World, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    recipe = write_recipe(
+        world,
+        tmp_path,
+        policy__scale="none",
+        training__max_skipped=1,
+        checkpoint__every=2,
+        policy__minibatches=1,
+    )
+    (tmp_path / "scores.py").write_text(NAN)
+    assert run_app(["train", str(recipe)]) == 1
+    run = tmp_path / "run"
+    assert {step: of.checkpoint for step, of in list_records(run).items()} == {3: 2}
+    (tmp_path / "calls").write_text("xx")  # the function counts its calls
+    status, out = replay(run, capsys, "--step", "3")
+    assert status == 0, out
+    assert "recorded because actor.train: 1 optimizer steps in a row were skipped" in out
+    (tmp_path / "calls").unlink()
+    status, out = replay(run, capsys, "--step", "3")
+    assert status == 1 and "DIFFERS  reward.function: score of item" in out
+
+
 @pytest.mark.parametrize("algorithm", ["ppo", "dapo"])
 def test_other_algorithms_replay_on_two_ranks(
     world: World, capsys: pytest.CaptureFixture[str], tmp_path: Path, algorithm: str
