@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # One more than there are cores, at most 4: many tests wait for processes that wait for each other.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, (os.cpu_count() or 1) + 1))')
 
-.PHONY: demo demo-grpo plan-demo docs test lint format venv gpu-check gpu-bench bench clean
+.PHONY: demo demo-grpo plan-demo docs test test-all lint format venv gpu-check gpu-bench bench clean
 
 demo: $(STAMP)  ## RLHF on real human ratings, end to end
 	$(BIN)/python demo/prepare.py
@@ -41,6 +41,9 @@ docs: $(STAMP)  ## the documentation as a site, in site/
 
 test: lint  ## what CI runs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+test-all:  ## also the tests marked `exhaustive`: further cases, which take about half as long again
+	REALRL_EVERY_RUN=1 $(MAKE) test
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

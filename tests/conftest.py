@@ -3,7 +3,7 @@
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,11 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from realrl.config.hardware import ProductChoice, keep_choice
+from realrl.runtime.launcher import local
 from realrl.testing import compare
 from realrl.testing.records import list_sentences, make_up_records
 from realrl.testing.shrink import SHAPE
+from tests.forked import ForkedRank
 
 collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["gpu_branches"]
 """These tests give CPU tensors to kernels, which only Triton's interpreter takes; it is off if there is a GPU."""
@@ -57,6 +59,28 @@ DATA = {
     "prompt": "ppo",
 }
 """Form of records -> name of their file."""
+
+
+REAL = ("launching", "security")
+"""Packages whose tests look at the processes themselves, which are then started as a user's are."""
+EVERY_RUN = os.environ.get("REALRL_EVERY_RUN") == "1"
+"""Whether the tests marked `exhaustive` run, too."""
+
+
+def thin(cases: Iterable[Any], nth: int) -> list[Any]:
+    """Cases for `parametrize`, of which all but each n-th are `exhaustive`."""
+    marks = pytest.mark.exhaustive
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks if i % nth else ())
+        for i, case in enumerate(cases)
+    ]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests that only `make test-all` runs."""
+    for item in items:
+        if not EVERY_RUN and item.get_closest_marker("exhaustive"):
+            item.add_marker(pytest.mark.skip(reason="make test-all runs it"))
 
 
 def pytest_configure() -> None:
@@ -138,6 +162,15 @@ class World:
         file = directory / "recipe.yaml"
         file.write_text(yaml.safe_dump(document))
         return file
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fork the ranks that this process launches."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.parent.name not in REAL:
+            patch.setattr(local, "start_process", ForkedRank)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -73,7 +73,7 @@ MISTAKES = {
     "def broken(completions, **_):\n"
     "    return [1 / 0 for _ in completions]\n"
     "realrl.GRPO(ACTOR, reward=broken, data=DATA, samples=2, batch=4, steps=1, max_new_tokens=4, device='cpu',\n"
-    "    cluster='1x2', run_dir='broken').train()": "ZeroDivisionError",
+    "    cluster='1x1', run_dir='broken').train()": "ZeroDivisionError",
 }
 """Cells with a mistake, and a part of their message."""
 

@@ -242,7 +242,11 @@ PLACED = {
 
 
 @pytest.mark.parametrize(
-    ("plan", "torchrun"), [("symmetric", True), (PLACED, False)], ids=["torchrun", "script"]
+    ("plan", "torchrun"),
+    [
+        pytest.param("symmetric", True, id="torchrun", marks=pytest.mark.exhaustive),
+        pytest.param(PLACED, False, id="script"),
+    ],
 )
 def test_ranks_agree_and_equal_one_process(
     plan: Any, torchrun: bool, alone: Path, world: World, tmp_path: Path
@@ -350,7 +354,7 @@ def test_failures_in_other_processes_reach_the_script(world: World) -> None:
         assert session.forward_backward("actor", batch, lambda model, _: -model.logprobs)["loss"] > 0
         with pytest.raises(realrl.RunError, match="ended with status 7"):
             session.forward_backward("actor", batch, lambda model, _: os._exit(7))
-        with pytest.raises(realrl.UserError, match="the session is closed"):
+        with pytest.raises(realrl.UserError, match=r"the session is closed; it ended after: .*status 7"):
             session.step("actor")
 
 

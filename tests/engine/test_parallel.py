@@ -7,7 +7,6 @@ from realrl.families.shape import Head, ModelShape
 from realrl.plan.placement import Mesh, Placement, Strategy
 from tests.engine.learning_on_ranks import Case, Figures, check_learning_on_ranks, learn_alone
 
-SLOW = pytest.mark.slow
 MODELS: dict[str, tuple[ModelShape, Head]] = {
     "qwen2, grouped, tied": (
         ModelShape(
@@ -121,8 +120,8 @@ def test_the_update_whose_gradient_is_not_finite_is_skipped(alone: dict[str, Fig
     ("world", "ordered"),
     [
         (2, False), (3, False), (4, False),
-        pytest.param(6, False, marks=SLOW), pytest.param(8, False, marks=SLOW),
-        (3, True), pytest.param(4, True, marks=SLOW),
+        pytest.param(6, False, marks=pytest.mark.exhaustive), (8, False),
+        (3, True), pytest.param(4, True, marks=pytest.mark.exhaustive),
     ],
 )  # fmt: skip
 def test_every_strategy_learns_and_samples_as_one_process_does(

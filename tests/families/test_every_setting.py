@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from realrl.config.errors import UserError
 from realrl.families.config_json import shape_from_hf
 from realrl.model.packing import Packing
+from tests.conftest import thin
 from tests.model.small_models import SHAPES, make_theirs, make_twin, pack, random_rows
 
 CASES = {shape.family: shape for name, shape in SHAPES.items() if shape.layers > 1 and name != "biased-yarn"}
@@ -46,7 +47,7 @@ def change(value: Any) -> Iterator[Any]:
             yield from (True, 5, 0.5, "linear", {"rope_type": "linear", "factor": 2.0})
 
 
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("family", thin(CASES, 3))
 def test_a_changed_setting_is_honoured_or_refused_or_changes_nothing(family: str) -> None:
     logging.disable(logging.WARNING)
     config = make_theirs(CASES[family], "lm").config.to_dict()

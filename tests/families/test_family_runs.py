@@ -1,6 +1,5 @@
 """Runs of every family: SFT, reward modelling, PPO and GRPO learn the same under every plan."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +14,10 @@ from realrl.families.shape import ModelShape, RopeScaling
 from realrl.testing.compare import read_metrics
 from realrl.testing.ranks import run_on_ranks, sampled
 from realrl.testing.shrink import save_model
-from tests.conftest import PPO_CALLS, World
+from tests.conftest import EVERY_RUN, PPO_CALLS, World
 from tests.model.small_models import SHAPES as SMALL
 
-EVERYTHING = "REALRL_EVERY_RUN" in os.environ
+EVERYTHING = EVERY_RUN
 """Whether all algorithms of all families run under all plans, which takes three minutes of processor time.
 
 Otherwise those of THOROUGH do, and of the other families PPO, which trains both heads, infers, samples and moves

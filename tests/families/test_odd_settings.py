@@ -8,6 +8,7 @@ import pytest
 from realrl.config.errors import UserError
 from realrl.families.config_json import shape_from_hf, shape_to_hf
 from realrl.families.shape import ModelShape
+from tests.conftest import thin
 from tests.model.small_models import SHAPES
 
 CASES = {shape.family: shape for name, shape in SHAPES.items() if shape.layers > 1 and name != "biased-yarn"}
@@ -25,7 +26,7 @@ FURTHER = (
 )
 
 
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("family", thin(CASES, 3))
 def test_a_setting_of_any_kind_gives_a_shape_or_one_message(family: str) -> None:
     shape = CASES[family]
     config = shape_to_hf(shape, "lm", "float32", {})

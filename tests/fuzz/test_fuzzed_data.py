@@ -171,7 +171,7 @@ def recipes(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return found
 
 
-@fuzz(300)
+@fuzz(150)
 @given(damaged_files(), st.sampled_from(["fail", "skip"]))
 def test_damaged_data_files_are_read_or_refused(
     recipes: dict[str, Path],

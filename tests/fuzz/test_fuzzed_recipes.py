@@ -215,7 +215,7 @@ def check_recipe(file: Path, damaged: tuple[str, bytes], capsys: pytest.CaptureF
             assert parse_experiment(parse_yaml(dump_experiment(experiment), "dump")) == experiment
 
 
-@fuzz(250)
+@fuzz(125)
 @given(damaged_trees())
 def test_recipes_with_other_values_and_keys_are_shown_or_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], damaged: tuple[str, bytes]
@@ -223,7 +223,7 @@ def test_recipes_with_other_values_and_keys_are_shown_or_refused(
     check_recipe(tmp_path / "recipe.yaml", damaged, capsys)
 
 
-@fuzz(250)
+@fuzz(125)
 @given(damaged_texts())
 def test_recipes_with_damaged_text_are_shown_or_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], damaged: tuple[str, bytes]

@@ -9,6 +9,7 @@ from realrl.families.shape import Head
 from realrl.huggingface.initial_weights import initialise
 from realrl.layout import limits
 from realrl.recipe.optimizer import OptimizerConfig
+from tests.conftest import thin
 from tests.gpu_branches.training_cases import SHAPES, SHORT, list_methods, make_batch
 
 # The interpreter computes both sides of a `where`, of which kernels use one.
@@ -48,7 +49,9 @@ def train(model: Model, *, recompute: bool) -> tuple[list[dict[str, float]], dic
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("name", "head"), [*((name, "lm") for name in SHAPES), ("llama, grouped", "scalar")])
+@pytest.mark.parametrize(
+    ("name", "head"), thin([*((name, "lm") for name in SHAPES), ("llama, grouped", "scalar")], 2)
+)
 def test_training_by_the_kernels_of_gpus_matches_the_cpu_in_float32(
     name: str, head: Head, case: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

@@ -61,7 +61,7 @@ def run_job(script: Path, variables: dict[str, str]) -> "subprocess.Popen[bytes]
 
 
 def test_a_job_that_nears_its_limit_is_requeued_and_continues(world: World, tmp_path: Path) -> None:
-    recipe, script = world.recipe("ppo", tmp_path, cluster="2x1", training__steps=40), tmp_path / "job.sh"
+    recipe, script = world.recipe("ppo", tmp_path, cluster="2x1", training__steps=20), tmp_path / "job.sh"
     assert run_app(["launch", "slurm", str(recipe), "--out", str(script)]) == 0
     variables, metrics = play(tmp_path), tmp_path / "run" / "metrics.jsonl"
     job = run_job(script, variables)
@@ -76,11 +76,11 @@ def test_a_job_that_nears_its_limit_is_requeued_and_continues(world: World, tmp_
         assert "realrl: ended by SIGTERM after step " in output and "ended at once" not in output, output
         assert "requeue 4711" in (tmp_path / "scontrol").read_text().splitlines()
         done = len(read_metrics(tmp_path / "run"))
-        assert 2 <= done < 40
+        assert 2 <= done < 20
         (tmp_path / "tasks").unlink()
         job = run_job(script, {**variables, "SLURM_RESTART_COUNT": "1"})
         assert job.wait(120) == 0, (tmp_path / "output").read_text()
-        assert len(read_metrics(tmp_path / "run")) == 40 and (tmp_path / "run" / "summary.json").exists()
+        assert len(read_metrics(tmp_path / "run")) == 20 and (tmp_path / "run" / "summary.json").exists()
         assert (tmp_path / "scontrol").read_text().count("requeue") == 1
     finally:
         if job.poll() is None:

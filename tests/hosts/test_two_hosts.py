@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 from realrl.cli.app import run_app
-from realrl.runtime.launcher import local
 from realrl.runtime.processes.network import SILENCE
 from tests.conftest import World, read_metrics
-from tests.forked import ForkedRank
 from tests.hosts.network import Hosts, why_no_hosts
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
@@ -65,9 +63,7 @@ def expected(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of PPO in two processes of one host."""
     directory = tmp_path_factory.mktemp("one")
     recipe = world.recipe("ppo", directory, cluster="1x2", training__steps=STEPS, checkpoint__every=2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local, "start_process", ForkedRank)
-        assert run_app(["train", str(recipe)]) == 0
+    assert run_app(["train", str(recipe)]) == 0
     return directory / "run"
 
 
@@ -80,6 +76,7 @@ def assert_same(run: Path, expected: Path) -> None:
         assert (run / file).read_bytes() == (expected / file).read_bytes()
 
 
+@pytest.mark.exhaustive
 def test_two_hosts_far_apart_learn_what_one_learns(
     hosts: Hosts, world: World, tmp_path: Path, expected: Path
 ) -> None:

@@ -10,6 +10,7 @@ from realrl.layout.routing.chunks import RankScheduler, group_messages
 from realrl.layout.routing.routes import reallocate
 from realrl.plan.cluster import Cluster
 from realrl.program.lower import home_placements, kept_copies, lower
+from tests.conftest import thin
 from tests.nccl.calls import SHAPE
 from tests.nccl.programs import LIMITS, post_program, random_placement, random_plan
 from tests.nccl.simulator import Launch, Messages, check
@@ -18,7 +19,7 @@ PPO = train_graph(minibatches=1)
 CLUSTERS = [Cluster(1, 2), Cluster(1, 4), Cluster(2, 2), Cluster(1, 8), Cluster(2, 4)]
 
 
-@pytest.mark.parametrize("seed", range(9))
+@pytest.mark.parametrize("seed", thin(range(9), 2))
 def test_programs_of_random_plans_end_even_if_every_operation_makes_the_host_wait(seed: int) -> None:
     random = Random(seed)
     cluster = CLUSTERS[seed % len(CLUSTERS)]

@@ -1,34 +1,19 @@
 """Finished runs, for tests that look at what a run leaves behind."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
 from realrl.cli.app import run_app
-from realrl.runtime.launcher import local
 from tests.conftest import World
-from tests.forked import ForkedRank
 
 Command = Callable[..., tuple[int, str]]
-
-REAL = ("launching", "security")
-"""Packages whose tests look at the processes themselves, which are then started as a user's are."""
-
 
 JUDGE = """
 def longer_is_better(completions):
     return [len(text) for text in completions]
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fork ranks, but in tests of launching."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.path.parent.name not in REAL:
-            patch.setattr(local, "start_process", ForkedRank)
-        yield
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ class Settings(BaseModel):
         str_min_length=1,
         validate_default=True,
         use_attribute_docstrings=True,
+        defer_build=True,  # a command validates few of the classes that it imports
     )
 
     @classmethod

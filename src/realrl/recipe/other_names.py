@@ -219,6 +219,7 @@ OTHER_NAMES: Mapping[str, OtherName] = MappingProxyType(
         "reward_funcs": _same("reward"),
         "reward_function": _same("reward"),
         "custom_reward_function": _name("reward"),
+        "reward_weights": _name("reward", about="Each term of a mixture has its own `weight`."),
         "bf16": _name("models.actor.dtype", "models.reward.dtype", about="It is the name of a type."),
         "torch_dtype": _of_roles("dtype"),
         "gradient_checkpointing": _RECOMPUTE,

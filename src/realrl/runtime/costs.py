@@ -76,6 +76,11 @@ class Costs:
     @property
     def notes(self) -> list[str]:
         """Notes about the source of predicted times, and about metrics that are left out."""
+        if self._profile is None and self.spec is not None and all(g.device.cpu for g in self.spec.groups):
+            return [
+                "on a CPU without a profile, predicted times are rough, and MFU is left out; realrl profile"
+                " measures what both need"
+            ]
         source = self._source_of_times()
         notes = [] if source is None else [f"predictions: {source}"]
         return notes if (missing := self._performance.missing) is None else [*notes, missing]

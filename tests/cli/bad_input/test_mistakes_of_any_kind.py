@@ -19,6 +19,7 @@ from realrl.recipe.load import (
 )
 from realrl.recipe.registry import find_algorithm, list_algorithms
 from tests.cli.mistakes import is_message, recipe_of
+from tests.conftest import thin
 
 
 def fields(cls: type[Settings], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -55,7 +56,7 @@ WRONG = (
 """YAML of every kind that there is."""
 
 
-@pytest.mark.parametrize(("algorithm", "path"), [*reversed(ONCE.values())])
+@pytest.mark.parametrize(("algorithm", "path"), thin(reversed(ONCE.values()), 2))
 def test_a_field_with_a_value_of_any_kind_is_refused_in_one_message_or_valid(
     place: Path, algorithm: str, path: str
 ) -> None:

@@ -44,7 +44,7 @@ def test_a_plan_within_the_memory_is_found_for_every_shipped_recipe(
 ) -> None:
     monkeypatch.chdir(ROOT)  # recipes name their rewards from there
     sizes = list_sizes(recipe)
-    options = ["--cluster", choose_cluster(recipe), "--effort", "50000", "--json"]
+    options = ["--cluster", choose_cluster(recipe), "--effort", "10000", "--json"]
     assert run_app(["plan", recipe, *sizes, *options]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] and found["gap"] >= 0
@@ -66,6 +66,6 @@ def test_why_nothing_fits_is_said(
 ) -> None:
     monkeypatch.chdir(ROOT)
     assert (
-        run_app(["plan", "recipes/64_gpus/dpo_70b.yaml", "--cluster", "h100:1x8", "--effort", "50000"]) == 2
+        run_app(["plan", "recipes/64_gpus/dpo_70b.yaml", "--cluster", "h100:1x8", "--effort", "10000"]) == 2
     )
     assert "needs" in capsys.readouterr().err

@@ -69,7 +69,7 @@ def test_what_cannot_be_tried_here_is_one_error_message(
 ) -> None:
     overrides = [option for option in options if "=" in option]
     others = [option for option in options if "=" not in option]
-    command = ["plan", str(world.recipe("sft", tmp_path)), *overrides, "--try", "2", *others, "--json"]
+    command = ["plan", str(world.recipe("sft", tmp_path)), *overrides, "--try", "1", *others, "--json"]
     assert run_app(command) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("realrl: ") and words in error

@@ -49,7 +49,7 @@ def test_the_search_finds_and_bounds_the_best_of_all_plans(seed: int) -> None:
     check_against_all_plans(sampled_problem(random.Random(seed), combinations=150))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(1000, 1008))
 def test_the_search_finds_and_bounds_the_best_of_thousands_of_plans(seed: int) -> None:
     check_against_all_plans(sampled_problem(random.Random(seed), combinations=4000))

@@ -84,7 +84,11 @@ DIED = "the process of rank 1 died "
 
 @pytest.mark.parametrize(
     ("torchrun", "number", "said"),
-    [(False, signal.SIGSTOP, FROZEN), (True, signal.SIGSTOP, FROZEN), (True, signal.SIGKILL, DIED)],
+    [
+        (False, signal.SIGSTOP, FROZEN),
+        (True, signal.SIGKILL, DIED),
+        pytest.param(True, signal.SIGSTOP, FROZEN, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_frozen_or_dead_rank_is_named_with_its_last_instruction(
     runs: Runs, torchrun: bool, number: signal.Signals, said: str

@@ -12,7 +12,7 @@ import pytest
 
 from realrl.cli.app import run_app
 from realrl.runtime.launcher import local
-from tests.conftest import World, read_metrics
+from tests.conftest import World, thin, read_metrics
 from tests.forked import ForkedRank
 from tests.runtime.conftest import changes
 from tests.runtime.processes import alive, end, ranks, start, until
@@ -86,8 +86,8 @@ def test_a_rank_that_dies_ends_the_command(
     [
         ("1x2", signal.SIGINT, True),
         ("1x1", signal.SIGINT, False),
-        ("1x2", signal.SIGTERM, False),
         ("1x1", signal.SIGTERM, False),
+        pytest.param("1x2", signal.SIGTERM, False, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_signal_ends_all_ranks_and_reports_what_was_saved(
@@ -153,7 +153,7 @@ def test_a_second_interrupt_ends_a_run_at_once(
     until(lambda: not any(map(alive, processes.values())))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", thin([signal.SIGTERM, signal.SIGINT], 2))
 def test_the_writer_reports_what_was_saved_under_torchrun(
     launch: Callable[..., Launcher], tmp_path: Path, number: signal.Signals
 ) -> None:

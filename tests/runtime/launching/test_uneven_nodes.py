@@ -57,6 +57,7 @@ def test_nodes_of_two_processes_and_one_learn_what_one_process_learns(world: Wor
             assert line[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_nodes_in_another_order_than_named_are_refused(world: World, tmp_path: Path) -> None:
     ended = train(world.recipe("sft", tmp_path, cluster="1x2+1x1"), [1, 2])
     assert all(status != 0 for status, _ in ended)

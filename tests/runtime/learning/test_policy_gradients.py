@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
 from realrl.testing.ranks import run_on_ranks, sampled
-from tests.conftest import World, keep_full_precision, read_metrics
+from tests.conftest import EVERY_RUN, World, keep_full_precision, read_metrics
 
 PRESETS: Mapping[str, dict[str, Any]] = {
     "grpo": {"epochs": 2, "ref_ema": 0.3},
@@ -103,8 +103,9 @@ def test_every_preset_learns_the_same_under_every_plan(
         (preset, name): recipe(world, tmp_path_factory.mktemp("plans") / preset, preset, size=size, plan=plan)
         for number, preset in enumerate(PRESETS)
         for turn, (name, (of, plan)) in enumerate(PLANS.items())
-        # Of the plans on four processes, presets take turns.
-        if of == size and (plan != "search" or preset in SEARCHED) and (of == 2 or (number + turn) % 2)
+        if of == size
+        # Presets take turns.
+        and (EVERY_RUN or (preset in SEARCHED if plan == "search" else (number + turn) % 2))
     }
     run_on_ranks(size, list(files.values()))
     for (preset, name), file in files.items():

@@ -25,6 +25,7 @@ from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.runtime.processes.environment import leave
 from realrl.runtime.processes.process import Process, wait_to_be_scheduled
 from realrl.runtime.worker.reallocation import ReallocationError, Reallocator, Staging
+from tests.conftest import EVERY_RUN
 from tests.forked import run_forked
 
 RANKS = 8
@@ -123,10 +124,10 @@ def takes_part(rank: int, *placements: Placement) -> bool:
     return any(rank in placement.ranks for placement in placements)
 
 
-def every_layout_reaches_a_third_of_all(bench: Bench) -> Iterator[str]:
-    tensors = whole()
+def every_layout_reaches_a_share_of_all(bench: Bench) -> Iterator[str]:
+    tensors, nth = whole(), 3 if EVERY_RUN else 8
     # tests/layout computes the parts of all of them, in one process.
-    pairs = [(a, b) for i, a in enumerate(PLACEMENTS) for b in PLACEMENTS[2 * i % 3 :: 3]]
+    pairs = [(a, b) for i, a in enumerate(PLACEMENTS) for b in PLACEMENTS[2 * i % nth :: nth]]
     for number, (a, b) in enumerate(pairs):
         if not takes_part(bench.rank, a, b):
             continue
@@ -328,7 +329,7 @@ def quantised_matrices_go_there_and_back(bench: Bench) -> Iterator[str]:
 SCENARIOS: dict[str, Callable[[Bench], Iterator[str]]] = {
     f.__name__: f
     for f in (
-        every_layout_reaches_a_third_of_all,
+        every_layout_reaches_a_share_of_all,
         the_narrower_type_is_sent,
         groups_of_tensors_can_go_one_by_one,
         rows_of_tensors_can_go_one_by_one,

@@ -59,6 +59,7 @@ class RemoteRanks:
         self.close = weakref.finalize(self, _end, ranks)
         key = secrets.token_bytes(32)
         self._connections: list[Connection] = []
+        self._cause = ""
         try:
             with Listener(("127.0.0.1", 0), "AF_INET", backlog=cluster.size, authkey=key) as listener:
                 write_whole(ranks.path / _ADDRESS, json.dumps([listener.address[1], key.hex()]))
@@ -76,7 +77,9 @@ class RemoteRanks:
             import cloudpickle
 
             if not self.close.alive:
-                raise UserError("the session is closed")
+                raise UserError(
+                    "the session is closed" + (f"; it ended after: {self._cause}" if self._cause else "")
+                )
             try:
                 message = cloudpickle.dumps((name, arguments, named))
             except Exception as error:  # reducing an object runs its own code
@@ -128,6 +131,7 @@ class RemoteRanks:
             return answers[0].result
         cause = find_first_cause(failures)
         if len(failures) < len(self._connections) or any(of.status != USER_STATUS for of in failures):
+            self._cause = cause.message
             self.close()
         raise make_error(cause)
 
