@@ -12,7 +12,7 @@ import pytest
 
 from realrl.cli.app import run_app
 from realrl.runtime.launcher import local
-from tests.conftest import World, thin, read_metrics
+from tests.conftest import World, read_metrics, thin
 from tests.forked import ForkedRank
 from tests.runtime.conftest import changes
 from tests.runtime.processes import alive, end, ranks, start, until
