@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 import realrl
-from tests.conftest import World
+from tests.conftest import EVERY_RUN, World
 from tests.runtime.processes import PATIENCE, heed_interrupts, until
 
 SHORT: dict[str, Any] = {"training__steps": 2, "data__batch": 8}
@@ -151,6 +151,8 @@ def run_script(directory: Path, world: World, *, cluster: str, torchrun: bool = 
 def test_functions_of_a_script_reach_the_processes_of_its_run(world: World, tmp_path: Path) -> None:
     """Under our launcher and under torchrun, a function with a variable of the script and a lambda."""
     launched = run_script(tmp_path, world, cluster="1x2")
+    if EVERY_RUN:
+        assert run_script(tmp_path, world, cluster="1x1") == pytest.approx(launched, rel=1e-4)
     assert run_script(tmp_path, world, cluster="auto", torchrun=True) == pytest.approx(launched, rel=1e-4)
 
 

@@ -96,6 +96,7 @@ def test_a_command_trains_with_the_processes_of_srun(world: World, tmp_path: Pat
     assert "1x2" in (tmp_path / "run" / "plan.yaml").read_text()
 
 
+@pytest.mark.exhaustive
 def test_a_session_makes_its_calls_on_all_processes_of_srun(world: World, tmp_path: Path) -> None:
     code = LOOP.format(actor=world.actor, prompts=read_prompts(world, 4), plan="symmetric")
     (tmp_path / "script.py").write_text(code)

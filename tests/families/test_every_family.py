@@ -17,6 +17,7 @@ from realrl.huggingface import model_files
 from realrl.layout.layout import build_layout
 from realrl.layout.region import Region
 from realrl.plan.placement import Mesh, Placement, Strategy
+from tests.conftest import thin
 from tests.engine.learning_on_ranks import Figures, check_learning_on_ranks, learn_alone
 from tests.model.small_models import SHAPES as SMALL
 from tests.model.small_models import make_theirs
@@ -46,7 +47,7 @@ def alone() -> dict[str, Figures]:
     return learn_alone(MODELS)
 
 
-@pytest.mark.parametrize("world", PLACEMENTS)
+@pytest.mark.parametrize("world", thin(PLACEMENTS, 2))
 def test_every_family_learns_and_samples_on_several_ranks_as_on_one(
     world: int, alone: dict[str, Figures]
 ) -> None:

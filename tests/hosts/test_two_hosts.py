@@ -105,6 +105,7 @@ def test_a_cut_cable_ends_ranks_on_both_sides_which_continue_once_it_is_back(
     assert_same(tmp_path / "run", expected)
 
 
+@pytest.mark.exhaustive
 def test_every_host_must_see_the_run_directory(hosts: Hosts, world: World, tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.mkdir()

@@ -313,10 +313,11 @@ def test_a_classifier_is_no_language_model(tied: bool, tmp_path: Path) -> None:
 
 
 def test_a_hub_name_that_cannot_be_fetched_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str, **_: object) -> str:
+    def refuse(name: str, *_: object, **__: object) -> str:
         raise OSError(f"cannot reach the hub for {name}\ndetails")
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    for function in ("hf_hub_download", "snapshot_download"):
+        monkeypatch.setattr(f"huggingface_hub.{function}", refuse)
     with pytest.raises(
         UserError, match="someone/model: no such model directory, and the Hugging Face hub"
     ) as caught:
@@ -326,6 +327,7 @@ def test_a_hub_name_that_cannot_be_fetched_is_named(monkeypatch: pytest.MonkeyPa
 
 def test_a_hub_model_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = saved(tmp_path / "m")
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda name, file: str(path / file))
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(path))
     assert model_files.check("someone/model", shape_of(), model_tensors(shape_of(), "lm")) == []
 

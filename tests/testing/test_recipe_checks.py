@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from realrl.cli.app import run_app
-from tests.conftest import World
+from tests.conftest import World, thin
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,14 +27,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "mean over a micro-batch",
-        "advantages per rank",
-        "state that is not saved",
-        "state in a global of the run",
-        "labels shifted by one",
-        "reward that fails on empty answers",
-    ],
+    thin(
+        [
+            "mean over a micro-batch",
+            "advantages per rank",
+            "state that is not saved",
+            "state in a global of the run",
+            "labels shifted by one",
+            "reward that fails on empty answers",
+        ],
+        2,
+    ),
 )
 def test_planted_bugs_are_explained(
     name: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -58,7 +58,7 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     """The JSON object that is printed."""
-    found = json.loads(plan(capsys, "--effort", "50000", *arguments, "--json"))
+    found = json.loads(plan(capsys, "--effort", "10000", *arguments, "--json"))
     assert isinstance(found, dict)
     return found
 

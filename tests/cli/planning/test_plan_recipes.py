@@ -9,6 +9,7 @@ import yaml
 from realrl.cli.app import run_app
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
+from tests.conftest import thin
 
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.yaml"))
@@ -38,7 +39,7 @@ def choose_cluster(recipe: str) -> str:
     return cluster if ":" in cluster else CLUSTERS.get(folder, "h100:2x8")
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", thin(RECIPES, 3))
 def test_a_plan_within_the_memory_is_found_for_every_shipped_recipe(
     recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

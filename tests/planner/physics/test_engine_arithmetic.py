@@ -15,6 +15,7 @@ from realrl.plan.placement import Placement
 from realrl.planner.workload.flops import count_pass_flops
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel
+from tests.conftest import thin
 from tests.forked import run_forked
 from tests.planner.fake_flops import count_on_a_gpu, count_packed_products
 from tests.planner.lone_rank import LoneRank, Sequences, nobody_else
@@ -95,7 +96,7 @@ def check_parts(_: int) -> None:
     check("train", store("gpt2", part=TrainablePart(freeze_embeddings=True)))
 
 
-@pytest.mark.parametrize("cases", [check_families, check_strategies, check_parts])
+@pytest.mark.parametrize("cases", thin([check_strategies, check_families, check_parts], 2))
 def test_train_and_inference_calls_are_charged_the_products_that_a_gpu_executes(
     cases: Callable[[int], None],
 ) -> None:

@@ -13,6 +13,7 @@ from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.memory.call_memory import MemoryModel
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel
+from tests.conftest import thin
 from tests.forked import run_forked
 from tests.planner.fake_memory import count_peak
 from tests.planner.unit_device import place
@@ -93,7 +94,7 @@ def check_heads_and_parts(_: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "cases", [check_strategies, check_families, check_split_families, check_heads_and_parts]
+    "cases", thin([check_strategies, check_families, check_split_families, check_heads_and_parts], 2)
 )
 def test_calls_allocate_the_predicted_bytes_on_a_gpu(cases: Callable[[int], None]) -> None:
     run_forked(cases, 1)

@@ -33,7 +33,7 @@ from realrl.program.lower import home_placements
 from tests.nccl.programs import random_placement
 from tests.planner.searching.test_plan_report import GRAPH, SHAPE, scenario
 
-EFFORT = 20_000
+EFFORT = 5_000
 RARE, OFTEN = Failures(per_device_day=419 / 54 / 16_384), Failures(per_device_day=20.0)
 PARAMETERS = {
     role: sum(tensor.numel for tensor in model_tensors(SHAPE, "lm" if role == "actor" else "scalar"))

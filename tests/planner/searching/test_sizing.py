@@ -19,7 +19,7 @@ groups:
 - {device: h100, nodes: 4, devices_per_node: 2, price_per_device_hour: 3}
 - {device: l40s, nodes: 8, devices_per_node: 2, price_per_device_hour: 0.8}
 """
-EFFORT = 20_000
+EFFORT = 5_000
 ROOT = Path(__file__).parents[3]
 
 

@@ -73,6 +73,7 @@ def test_a_widened_plan_has_more_data_parallel_ranks_on_as_many_devices() -> Non
     assert {*wide.placements.values()} == {Placement(Mesh(16, 32), place.strategy.with_degrees(dp=4))}
 
 
+@pytest.mark.exhaustive
 def test_a_search_on_very_many_devices_is_no_slower_than_the_widened_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -78,7 +78,9 @@ def write_sharded_plan(directory: Path, actor: int, critic: int) -> str:
         ("ppo", PPO, None),
         ("dapo", {"policy__ref_every": 2, "policy__kl": {"coef": 0.05}}, None),
         ("ppo", {**PPO, "models__critic__dtype": "bfloat16"}, (2, 3)),
-        ("ppo", {**PPO, "models__critic__dtype": "bfloat16"}, (3, 2)),
+        pytest.param(
+            "ppo", {**PPO, "models__critic__dtype": "bfloat16"}, (3, 2), marks=pytest.mark.exhaustive
+        ),
     ],
     ids=["sft", "reward", "ppo", "dapo", "ppo, zero 2 and 3", "ppo, zero 3 and 2"],
 )

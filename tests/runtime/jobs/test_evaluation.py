@@ -17,7 +17,7 @@ from realrl.recipe.load import load_experiment
 from realrl.runtime.evaluation.answers import Answer, AnswerMetrics
 from realrl.runtime.evaluation.training import BestEvaluation
 from realrl.testing.ranks import run_on_ranks
-from tests.conftest import World, read_metrics, write_jsonl
+from tests.conftest import World, read_metrics, thin, write_jsonl
 
 REWARD = """
 def count_e(completions, target):
@@ -179,15 +179,18 @@ def test_a_best_evaluation_is_of_a_metric_that_there_is() -> None:
 
 @pytest.mark.parametrize(
     ("algorithm", "strategy"),
-    [
-        ("sft", {"mesh": "0-2", "dp": 3}),
-        ("sft", {"mesh": "0-1", "dp": 2, "zero": 3}),
-        ("sft", {"mesh": "0-3", "dp": 2, "pp": 2}),
-        ("dpo", {"mesh": "0-3", "dp": 2, "tp": 2}),
-        ("ppo", {"mesh": "0-2", "dp": 3}),
-        ("grpo", {"mesh": "0-2", "dp": 3}),
-        ("grpo", {"mesh": "0-3", "dp": 2, "pp": 2}),
-    ],
+    thin(
+        [
+            ("sft", {"mesh": "0-1", "dp": 2, "zero": 3}),
+            ("sft", {"mesh": "0-2", "dp": 3}),
+            ("dpo", {"mesh": "0-3", "dp": 2, "tp": 2}),
+            ("sft", {"mesh": "0-3", "dp": 2, "pp": 2}),
+            ("grpo", {"mesh": "0-2", "dp": 3}),
+            ("grpo", {"mesh": "0-3", "dp": 2, "pp": 2}),
+            ("ppo", {"mesh": "0-2", "dp": 3}),
+        ],
+        2,
+    ),
 )
 def test_an_evaluation_of_one_record_leaves_ranks_idle(
     world: World, tmp_path: Path, algorithm: str, strategy: dict[str, Any]

@@ -150,6 +150,7 @@ def test_several_processes_print_a_mistake_once(world: World, tmp_path: Path, ca
     assert_nothing_lost(tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_a_mistake_found_by_one_rank_ends_all_ranks(world: World, tmp_path: Path) -> None:
     """Only rank 1 reads the reference, and only rank 0 opens the run's directory."""
     calls = {"actor.generate": 0, "reward.inference": 0, "ref.inference": 1, "critic.inference": 0}

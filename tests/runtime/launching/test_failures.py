@@ -14,7 +14,7 @@ import pytest
 
 from realrl.runtime.supervision.heartbeat import read_statuses
 from realrl.runtime.supervision.orphans import SCRATCH_VARIABLE
-from tests.conftest import World, read_metrics
+from tests.conftest import World, read_metrics, thin
 from tests.runtime.processes import alive, end, ranks, start, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -182,7 +182,7 @@ def test_a_device_that_is_gone_for_good_is_done_without(runs: Runs) -> None:
     assert not runs.leftover()
 
 
-@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("stopped", thin([True, False], 2))
 def test_ranks_do_not_outlive_their_launcher_even_if_one_is_stopped(runs: Runs, stopped: bool) -> None:
     launcher = runs.start(training__steps=10**6)
     runs.under_way(launcher)
@@ -195,6 +195,7 @@ def test_ranks_do_not_outlive_their_launcher_even_if_one_is_stopped(runs: Runs, 
     until(lambda: not runs.leftover())
 
 
+@pytest.mark.exhaustive
 def test_a_run_of_one_process_is_started_again_after_it_was_killed(runs: Runs) -> None:
     code = killed("count == '0'", "'0'", 2)
     status, error = end(runs.start("sft", code, cluster="1x1", checkpoint__every=1), starts=2)

@@ -134,7 +134,7 @@ Worker.run = held
 """Has a step last once there is a file `hold`."""
 
 
-@pytest.mark.parametrize("cluster", ["1x1", "1x2"])
+@pytest.mark.parametrize("cluster", thin(["1x1", "1x2"], 2))
 def test_a_second_interrupt_ends_a_run_at_once(
     launch: Callable[..., Launcher], tmp_path: Path, cluster: str
 ) -> None:
@@ -208,7 +208,7 @@ def judge(completions):
 """
 
 
-@pytest.mark.parametrize("case", FAILURES)
+@pytest.mark.parametrize("case", thin(FAILURES, 3))
 def test_the_first_cause_is_the_last_line_and_printed_once(
     world: World, tmp_path: Path, temporary: Path, case: str
 ) -> None:
@@ -244,6 +244,7 @@ def test_the_first_cause_is_the_last_line_and_printed_once(
     assert not list(temporary.glob("realrl-*")) and not (tmp_path / "run" / "summary.json").exists()
 
 
+@pytest.mark.exhaustive
 def test_torchrun_and_our_launcher_learn_the_same(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

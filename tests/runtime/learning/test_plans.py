@@ -238,7 +238,7 @@ def test_one_process_changes_samples_and_weights(alone: Outcome) -> None:
     assert all(step["actor.train/grad_norm"] > 0 for step in alone.steps[:STEPS])
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, pytest.param(6, marks=pytest.mark.exhaustive), 8])
+@pytest.mark.parametrize("size", [2, 8, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (3, 4, 6))])
 def test_every_plan_samples_and_learns_as_one_process_does(
     wide: World, alone: Outcome, tmp_path_factory: pytest.TempPathFactory, size: int
 ) -> None:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
 from realrl.testing.ranks import run_on_ranks, sampled
-from tests.conftest import EVERY_RUN, World, keep_full_precision, read_metrics
+from tests.conftest import EVERY_RUN, World, keep_full_precision, read_metrics, thin
 
 PRESETS: Mapping[str, dict[str, Any]] = {
     "grpo": {"epochs": 2, "ref_ema": 0.3},
@@ -89,7 +89,7 @@ def alone(world: World, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str
     return files
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", thin([2, 4], 2))
 def test_every_preset_learns_the_same_under_every_plan(
     world: World,
     alone: Mapping[str, Path],

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from realrl.cli.app import run_app
-from tests.conftest import World, read_metrics
+from tests.conftest import World, read_metrics, thin
 
 PLANS = {
     "generation elsewhere": """
@@ -58,7 +58,7 @@ def alone(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, l
     return {name: run(world, name, root / name) for name in ("sft", "reward", "ppo")}
 
 
-@pytest.mark.parametrize("algorithm", ["sft", "reward", "ppo"])
+@pytest.mark.parametrize("algorithm", thin(["ppo", "sft", "reward"], 3))
 def test_two_processes_learn_as_one_does(
     world: World, alone: dict[str, list[dict[str, float]]], tmp_path: Path, algorithm: str
 ) -> None:

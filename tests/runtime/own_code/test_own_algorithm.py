@@ -124,7 +124,7 @@ def test_plan_for_64_devices_has_both_generate_calls(place: Path, capsys: pytest
     size = ("path=null", "shape=llama-2-7b")
     shapes = [f"models.{role}.{field}" for role in ("actor", "reward") for field in size]
     batch = ["data.batch=64", "data.max_tokens=256", "data.max_prompt_tokens=128"]
-    options = ["--cluster", "h100:8x8", "--effort", "400000", "--json"]
+    options = ["--cluster", "h100:8x8", "--effort", "20000", "--json"]
     assert run_app(["plan", "recipe.yaml", *shapes, *batch, *options]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["workload"]["items"], found["workload"]["samples_per_prompt"]) == (64, 1)

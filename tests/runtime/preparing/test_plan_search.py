@@ -39,7 +39,7 @@ from realrl.runtime.prepare.gpu import Gpu
 from realrl.runtime.prepare.job import make_written_plan, open_models
 from realrl.runtime.prepare.scenarios import make_scenario
 from realrl.testing.compare import compare_runs
-from tests.conftest import World, keep_full_precision, read_metrics
+from tests.conftest import World, keep_full_precision, read_metrics, thin
 from tests.runtime.conftest import Command
 from tests.runtime.learning.test_plans import OPTIMIZER
 from tests.runtime.processes import end, start
@@ -59,7 +59,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
     def counted(*args: object, effort: float, **more: object) -> object:
         found.append(effort)
-        return search(*args, effort=50_000, **more)  # type: ignore[arg-type]
+        return search(*args, effort=10_000, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(fit_search, "find_best_plan", counted)
     return found
@@ -153,7 +153,7 @@ def test_two_processes_run_a_plan_found_under_zero_3_in_the_memory_that_is_predi
         directory.mkdir()
     scenario = make_scenario(recipe(world, found), search_spec(recipe(world, found), Cluster(1, 2), "cpu"))
     constraints = UserConstraints(search_space=SearchSpace(zero=(3,)))
-    plan = find_plan(scenario, effort=50_000, constraints=constraints, presets={}).plan
+    plan = find_plan(scenario, effort=10_000, constraints=constraints, presets={}).plan
     homes = {role: plan[f"{role}.train"] for role in ("actor", "critic")}
     assert all(home.strategy.zero == 3 for home in homes.values())
     plan.save(found / "plan.yaml", scenario.graph)
@@ -193,14 +193,17 @@ def test_show_draws_the_plan_that_is_found(
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"data__batch": 32},
-        {"generation__max_new_tokens": 13},
-        {"models__ref": {"dtype": "bfloat16"}},
-        {"device_memory": "3GiB"},
-        {"ppo__minibatches": 4},
-        {"micro_batch_tokens": 128},
-    ],
+    thin(
+        [
+            {"data__batch": 32},
+            {"generation__max_new_tokens": 13},
+            {"models__ref": {"dtype": "bfloat16"}},
+            {"device_memory": "3GiB"},
+            {"ppo__minibatches": 4},
+            {"micro_batch_tokens": 128},
+        ],
+        2,
+    ),
 )
 def test_every_input_of_a_plan_changes_the_cache_key(
     world: World, tmp_path: Path, searches: list[float], change: dict[str, object]
@@ -261,7 +264,7 @@ def test_a_gpu_that_is_not_known_needs_a_cluster_file(world: World, tmp_path: Pa
     assert (spec.groups[0].device.name, spec.groups[0].device.memory_bytes) == ("voodoo", 12 << 30)
 
 
-@pytest.mark.parametrize("command", ["train", "show"])
+@pytest.mark.parametrize("command", thin(["train", "show"], 2))
 def test_a_search_without_a_fitting_plan_is_one_error_message(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
