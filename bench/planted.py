@@ -208,6 +208,13 @@ def list_replacements(recipe: Path, directory: Path) -> list[str]:
     ]
     data_settings = [f"data.train={data}"] + [f"data.eval={data}"] * bool(document["data"].get("eval"))
     further_settings = ["loss.answers=3"] if form == "ranked" else []
+    # The made-up records are longer than those of the demo that adds numbers, with one token per byte.
+    given = document["data"]
+    further_settings += [
+        f"data.{name}={least}"
+        for name, least in {"max_prompt_tokens": 32, "max_tokens": 96}.items()
+        if given.get(name, least) < least
+    ]
     return [*models, *data_settings, *further_settings, "device=cpu", "cluster=1x1"]
 
 
