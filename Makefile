@@ -42,7 +42,7 @@ docs: $(STAMP)  ## the documentation as a site, in site/
 test: lint  ## what CI runs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test-all:  ## also the tests marked `exhaustive`: further cases, which take about half as long again
+test-all:  ## also the tests marked `exhaustive`: further cases of the same checks
 	REALRL_EVERY_RUN=1 $(MAKE) test
 
 lint: $(STAMP)
