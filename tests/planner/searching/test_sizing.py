@@ -96,6 +96,7 @@ def test_the_chosen_cluster_is_planned_and_shown(offered: Scenario) -> None:
     assert [row.step_seconds for row in report.sizes if row.nodes == 2] == [report.chosen.step_seconds]
 
 
+@pytest.mark.exhaustive
 def test_the_command_chooses_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "offers.yaml"
     file.write_text(OFFERS)
