@@ -76,14 +76,17 @@ class Costs:
     @property
     def notes(self) -> list[str]:
         """Notes about the source of predicted times, and about metrics that are left out."""
-        if self._profile is None and self.spec is not None and all(g.device.cpu for g in self.spec.groups):
+        missing, spec = self._performance.missing, self.spec
+        if self._profile is None and missing and spec and all(group.device.cpu for group in spec.groups):
+            # One note, because each run of a beginner starts with it.
+            functions = ", functions count as 0 s" if self._job.train.graph.functions else ""
             return [
-                "on a CPU without a profile, predicted times are rough, and MFU is left out; realrl profile"
-                " measures what both need"
+                f"on a CPU without a profile, predicted times are rough{functions}, and MFU and decode bandwidth"
+                " are left out; realrl profile measures the CPU"
             ]
         source = self._source_of_times()
         notes = [] if source is None else [f"predictions: {source}"]
-        return notes if (missing := self._performance.missing) is None else [*notes, missing]
+        return notes if missing is None else [*notes, missing]
 
     def _source_of_times(self) -> str | None:
         """Describe where predicted times come from; None if there are no times and no profile."""

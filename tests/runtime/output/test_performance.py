@@ -285,4 +285,4 @@ def test_tokens_do_not_depend_on_the_number_of_processes(
 
 def test_that_mfu_is_left_out_is_said_once(finished_on_two: Path) -> None:
     said = read_notes(finished_on_two)
-    assert sum("MFU is left out" in text for text in said) == 1
+    assert sum("MFU and decode bandwidth are left out" in text for text in said) == 1
