@@ -3,12 +3,7 @@
 import os
 import sys
 
-from realrl.runtime.processes.environment import (
-    OBJECTS_VARIABLE,
-    has_abandoned_threads,
-    leave,
-    under_launcher,
-)
+from realrl.runtime.processes.environment import has_abandoned_threads, leave, under_launcher
 from realrl.runtime.processes.signals import find_interruption, forget_signals, raise_signals
 from realrl.runtime.supervision.orphans import SCRATCH_VARIABLE
 
@@ -42,11 +37,10 @@ def _run() -> int:
 
         # A run continues even if the terminal, or the `tee` that it prints to, has gone.
         sys.stderr = sys.__stderr__ = open_screen(2, owned=False)  # type: ignore[misc]
-    if OBJECTS_VARIABLE in os.environ:
-        from realrl.runtime.script_objects import load_objects
-
-        load_objects()
     # Only now: loading modules takes long enough to be interrupted.
+    from realrl.config.script_objects import load_objects
+
+    load_objects()
     from realrl.cli.app import run_app
 
     return _flushed(run_app(sys.argv[1:]))

@@ -63,7 +63,7 @@ def test_python_trains_like_the_command(algorithm: str, alone: Callable[[str], P
     assert_equal_runs(tmp_path / "run", run.path)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", [pytest.param("srun", marks=pytest.mark.exhaustive), "script", "notebook"])
 def test_every_algorithm_agrees_with_one_process(
     place: str, alone: Callable[[str], Path], world: World, tmp_path: Path
 ) -> None:

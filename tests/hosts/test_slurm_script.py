@@ -60,6 +60,7 @@ def run_job(script: Path, variables: dict[str, str]) -> "subprocess.Popen[bytes]
         return subprocess.Popen(["bash", str(script)], env=variables, stdout=output, stderr=output)
 
 
+@pytest.mark.exhaustive
 def test_a_job_that_nears_its_limit_is_requeued_and_continues(world: World, tmp_path: Path) -> None:
     recipe, script = world.recipe("ppo", tmp_path, cluster="2x1", training__steps=20), tmp_path / "job.sh"
     assert run_app(["launch", "slurm", str(recipe), "--out", str(script)]) == 0

@@ -87,6 +87,7 @@ def test_two_hosts_far_apart_learn_what_one_learns(
     assert_same(tmp_path / "run", expected)
 
 
+@pytest.mark.exhaustive
 def test_a_cut_cable_ends_ranks_on_both_sides_which_continue_once_it_is_back(
     hosts: Hosts, world: World, tmp_path: Path, expected: Path
 ) -> None:

@@ -1,6 +1,6 @@
 """Expert iteration: selection of answers, the train call, and the algorithm as a whole."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from realrl.algorithms.expert_iteration import ExpertIterationConfig, ExpertIter
 from realrl.algorithms.kl import sequence_kl
 from realrl.algorithms.rewards.config import may_skip
 from realrl.data.batch import Batch, Ragged, copy_numbers
+from realrl.dataflow.environment import ACTION_MASK
 from realrl.dataflow.graph import DataflowGraph
 
 
@@ -67,12 +68,11 @@ class ExpertIterationTrain(PlainTrain):
         # A score that is not finite must reach the loss, so that the step is not applied and a message names it.
         wrong = scores.isinf() if self._skips else ~scores.isfinite()
         kept = torch.where(wrong, torch.nan, kept).float()
-        rows = [
-            row if counts else row[:1]
-            for row, counts in zip(batch["sequences"].rows(), (kept != 0).tolist(), strict=True)
-        ]
-        learnt = Ragged.of(rows, dtype=batch["sequences"].values.dtype)
-        return batch.with_fields(kept=Ragged.scalars(kept), learnt=learnt), metrics
+        counts = (kept != 0).tolist()
+        batch = batch.with_fields(kept=Ragged.scalars(kept), learnt=_cut_others(batch["sequences"], counts))
+        if ACTION_MASK in batch.fields:
+            batch = batch.with_fields(learnt_mask=_cut_others(batch[ACTION_MASK], counts))
+        return batch, metrics
 
     def _summarize(self, batch: Batch, scores: Tensor, kept: Tensor, chosen: Tensor) -> Metrics:
         metrics, count = Metrics(), len(batch)
@@ -113,7 +113,14 @@ class ExpertIterationTrain(PlainTrain):
         return nll.sum(), Metrics()
 
     def _answers(self, batch: Batch) -> Responses:
-        return Responses.of(batch["learnt"], batch["prompt_length"], kept=batch["kept"].values)
+        mask = batch["learnt_mask"].values if "learnt_mask" in batch.fields else None
+        return Responses.of(batch["learnt"], batch["prompt_length"], kept=batch["kept"].values, mask=mask)
+
+
+def _cut_others(rows: Ragged, kept: Sequence[bool]) -> Ragged:
+    """Keep rows in full where `kept` says so, and only the first number of all other rows."""
+    cut = [row if whole else row[:1] for row, whole in zip(rows.rows(), kept, strict=True)]
+    return Ragged.of(cut, dtype=rows.values.dtype)
 
 
 class ExpertIterationAlgorithm(StatelessAlgorithm):

@@ -10,7 +10,9 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 from realrl.algorithms.rewards.config import (
     Rewards,
     RewardSetting,
+    check_environment_terms,
     check_models,
+    environment_reward,
     find_answer_reader,
     list_score_keys,
     score_sequences,
@@ -20,6 +22,7 @@ from realrl.config.explain import brief
 from realrl.dataflow.call import Call, Key, Kind, MovingAverage
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, SummaryMetric
+from realrl.recipe.environment import EnvironmentSetting, check_environment
 from realrl.recipe.experiment import Experiment, Models
 from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.model import ModelConfig, TrainedModelConfig
@@ -93,12 +96,22 @@ class RewardedExperiment(Experiment):
     """Reward in place of `models.reward`: a function (`FILE.py:FUNCTION` or `package.module:FUNCTION`), one term
     such as `{verifier: {kind: exact_match}}`, or a weighted mixture (a mapping from names to functions or terms).
     See docs/rewards.md."""
+    environment: EnvironmentSetting = None
+    """Environment in which the actor acts, turn by turn: `FILE.py:CLASS`, `package.module:CLASS`, or a section.
+    null for answers of a single turn. Without `reward`, the environment gives the reward. See
+    docs/environments.md."""
     generation: GenerationConfig = GenerationConfig()
 
     @model_validator(mode="after")
     def _one_reward(self) -> Self:
         models: Any = self.models
+        if self.environment is not None:
+            alone = self.reward is None and models.reward is not None
+            check_environment(self.environment, self.generation, skips=not alone)
+            if self.reward is None and models.reward is None:
+                object.__setattr__(self, "reward", environment_reward())
         check_models(self.reward, models.reward, type(models).model_fields)
+        check_environment_terms(self.reward, self.environment)
         return self
 
 

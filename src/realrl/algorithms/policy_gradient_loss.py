@@ -134,7 +134,7 @@ class PolicyGradientTrain(PolicyTrain):
             kept = torch.where(own.isnan(), 0.0, kept)
         if config.mask_truncated:
             kept = torch.where(batch["finished"].values != 0, kept, 0.0)
-        counted = Responses.of(batch["sequences"], batch["prompt_length"], kept=kept)
+        counted = Responses.find(batch, kept)
         per_token = own[counted.row]
         if config.kl.place == "token_reward":
             per_token = per_token - self._coef * sum_ahead(counted, self._divergence(batch, counted))

@@ -164,7 +164,7 @@ class ExperienceMaker:
         config, coef = self._config, self._kl.coef
         score, kept = self._keep(batch["score"].values, dp_sum)
         answers = Responses.find(batch)
-        actions = Responses.of(batch["sequences"], batch["prompt_length"], kept=kept)
+        actions = Responses.find(batch, kept)
         reference = batch["ref_logprobs" if "ref_logprobs" in batch.fields else "logprobs"]
         differences = batch["logprobs"].values - reference.values
         finished = batch["finished"].values

@@ -3,15 +3,22 @@
 This module does not import torch.
 """
 
+from typing import Self
+
+from pydantic import model_validator
+
 from realrl.algorithms.policy import GENERATE, KEYS
 from realrl.algorithms.rewards.config import (
     RewardSetting,
+    check_environment_terms,
+    environment_reward,
     find_answer_reader,
     list_score_keys,
     score_sequences,
 )
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, get_eval_generation
+from realrl.recipe.environment import EnvironmentSetting, check_environment
 from realrl.recipe.experiment import Experiment, Models
 from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.model import ModelConfig
@@ -32,7 +39,19 @@ class SamplingExperiment(Experiment):
     models: SamplingModels
     reward: RewardSetting
     """Reward of answers. null takes `models.reward`. If `models.reward` is null too, answers get no scores."""
+    environment: EnvironmentSetting = None
+    """Environment in which the actor acts, turn by turn; null for answers of a single turn."""
     generation: GenerationConfig = GenerationConfig()
+
+    @model_validator(mode="after")
+    def _environment(self) -> Self:
+        if self.environment is not None:
+            alone = self.reward is None and self.models.reward is not None
+            check_environment(self.environment, self.generation, skips=not alone)
+            if self.reward is None and self.models.reward is None:
+                object.__setattr__(self, "reward", environment_reward())
+        check_environment_terms(self.reward, self.environment)
+        return self
 
     @property
     def is_scored(self) -> bool:

@@ -14,11 +14,11 @@ from realrl.api.errors import plain_errors
 from realrl.api.notebook import show_progress
 from realrl.api.run_results import Run
 from realrl.config.errors import UserError
+from realrl.config.script_objects import CALLBACKS, OBJECTS_VARIABLE, find_objects, pack_objects
 from realrl.recipe.algorithm import AlgorithmSpec
 from realrl.recipe.load import apply_overrides, dump_experiment, parse_experiment
 from realrl.recipe.registry import BUILT_IN, find_algorithm, list_algorithms
 from realrl.runtime.callbacks import CallbackObserver, check_callbacks
-from realrl.runtime.script_objects import CALLBACKS, find_objects, pack_objects
 from realrl.runtime.supervision.failures import make_error
 
 if TYPE_CHECKING:
@@ -156,8 +156,6 @@ class Algorithm:
         """
         import subprocess
         from tempfile import TemporaryDirectory
-
-        from realrl.runtime.processes.environment import OBJECTS_VARIABLE
 
         with TemporaryDirectory(prefix="realrl-check-") as directory:
             recipe, functions = Path(directory, "recipe.yaml"), Path(directory, "objects")

@@ -10,11 +10,11 @@ from typing import Any
 from realrl.config.errors import UserError, join
 from realrl.config.explain import brief, list_paths, nearest
 from realrl.config.files import whole_file
+from realrl.config.script_objects import add_function
 from realrl.recipe.algorithm import AlgorithmSpec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import change_settings, rename_setting
 from realrl.recipe.other_names import OTHER_NAMES
-from realrl.runtime.script_objects import add_function
 
 
 def read_arguments(spec: AlgorithmSpec, reference: str, arguments: Mapping[str, Any]) -> dict[str, Any]:

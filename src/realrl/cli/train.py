@@ -39,8 +39,8 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
 def _observe() -> "Iterator[RunObserver]":
     """Show the progress of the run, and call the callbacks of the script that started this rank."""
     from realrl.cli.progress import Progress, find_notebook
+    from realrl.config.script_objects import find_callbacks
     from realrl.runtime.callbacks import CallbackObserver
-    from realrl.runtime.script_objects import find_callbacks
 
     with Progress(find_notebook()) as progress:
         yield CallbackObserver(progress, find_callbacks())

@@ -26,6 +26,7 @@ _REWRITTEN = (
     " apart; give another template as data.chat_template"
 )
 _PROBE = "What is an answer?"
+_MARK = "[end of the message]"
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,24 @@ class ChatTemplate:
 
     tokenizer: "PreTrainedTokenizerFast"
     options: Mapping[str, Any] = field(default_factory=dict)
+    opens: bool = False
+    """Whether prompts stop before the end of their last message, which an environment may continue."""
 
     def write_prompt(self, messages: list[Message]) -> Conversation:
-        """Write a prompt for the turn after `messages`."""
-        return Conversation(self._render(messages, prompt=True), last=messages[-1].get("content", ""))
+        """Write a prompt for the turn after `messages`.
+
+        Raises BadRecordError if the prompt should stop before the end of its last message, and the template does
+        not write this message as it is.
+        """
+        if self.opens:
+            content = messages[-1].get("content", "")
+            text, found, _ = self.render(
+                [*messages[:-1], {**messages[-1], "content": content + _MARK}], prompt=True
+            ).rpartition(_MARK)
+            if not found:
+                raise BadRecordError("the chat template does not write the end of the last message as it is")
+            return Conversation(text, last=content)
+        return Conversation(self.render(messages, prompt=True), last=messages[-1].get("content", ""))
 
     def write_conversation(
         self, messages: list[Message], train_on: Literal["all", "last"], *, after: int = 1
@@ -112,7 +127,7 @@ class ChatTemplate:
         last = self._write_answer(messages)
         if len(messages) == after + 1:
             return replace(last, cut=True)
-        before = self._render(messages[:after], prompt=True)
+        before = self.render(messages[:after], prompt=True)
         answers = [i for i in range(after, len(messages)) if messages[i]["role"] == "assistant"]
         texts = [self._write_answer(messages[: i + 1]).text for i in answers]
         if not all(last.text.startswith(text) for text in (before, *texts)):
@@ -134,7 +149,7 @@ class ChatTemplate:
             {"role": "assistant", "content": _PROBE},
         ]
         try:
-            text = self._render(messages, prompt=False)
+            text = self.render(messages, prompt=False)
         except BadRecordError:
             return None  # reading records reports this error
         _, found, behind = text.rpartition(_PROBE)
@@ -147,11 +162,11 @@ class ChatTemplate:
     def _write_answer(self, messages: list[Message]) -> Conversation:
         """Write the last turn as the answer to the template's prompt for the earlier turns."""
         message = messages[-1]
-        prompt, written = self._render(messages[:-1], prompt=True), self._render(messages, prompt=False)
+        prompt, written = self.render(messages[:-1], prompt=True), self.render(messages, prompt=False)
         if written.startswith(prompt):
             answer = written[len(prompt) :]
         else:
-            before = self._render(messages[:-1], prompt=False)
+            before = self.render(messages[:-1], prompt=False)
             opening = prompt[_count_alike(prompt, before) :]
             answer = _find_answer(prompt, opening, written, messages[-2].get("content", "").strip(), message)
         content = message.get("content", "").strip()
@@ -160,7 +175,11 @@ class ChatTemplate:
         turn = Turn(start, start if found < 0 else start + found + len(content), len(text))
         return Conversation(text, (turn,))
 
-    def _render(self, messages: list[Message], *, prompt: bool) -> str:
+    def render(self, messages: list[Message], *, prompt: bool) -> str:
+        """Write messages. `prompt`: whether the beginning of the model's turn follows.
+
+        Raises BadRecordError if the template refuses the messages.
+        """
         if not self.tokenizer.chat_template:
             name = self.tokenizer.name_or_path
             raise UserError(f"tokenizer {name} has no chat template, which records with messages need")

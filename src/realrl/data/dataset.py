@@ -16,6 +16,7 @@ from realrl.data.items import FLOATS, DataItem, FieldFilter, ItemReader
 from realrl.data.records import RecordReader, read_records
 from realrl.data.rejects import Rejects
 from realrl.data.tokenization import Row, make_field
+from realrl.data.turn_template import TurnTemplate
 from realrl.recipe.data import DataConfig
 from realrl.recipe.sources import RecordSource, list_sources, name_sources
 
@@ -170,16 +171,18 @@ class Dataset:
         keep: FieldFilter = lambda name: False,
         watch: Watch | None = None,
         read: RecordReader = read_records,
+        turns: TurnTemplate | None = None,
     ) -> "Dataset":
         """Read and tokenise `source` (see `list_sources`), records of `form`, into the rows that `keys` name.
 
         `stop_token_ids`: at least one id that ends a sequence. `keep` decides which extra columns are kept. `watch`
-        is called for each item. `read` reads the records of a source. Raises UserError if a source cannot be used
-        or has no usable record. With `config.on_error=fail` or `config.on_too_long=fail`, the first malformed or
-        too long record also raises UserError.
+        is called for each item. `read` reads the records of a source. `turns` writes the turns of an environment,
+        if there is one. Raises UserError if a source cannot be used or has no usable record. With
+        `config.on_error=fail` or `config.on_too_long=fail`, the first malformed or too long record also raises
+        UserError.
         """
         columns, counts = _Columns(keys), []
-        reader = ItemReader(form, keys, tokenizer, config, seed, stop_token_ids, keep, read)
+        reader = ItemReader(form, keys, tokenizer, config, seed, stop_token_ids, keep, read, turns)
         for which, given in enumerate(list_sources(source)):
             rejects, before = Rejects(config.on_error, config.on_too_long), len(columns.records)
             for item in reader.read(given.path, rejects):

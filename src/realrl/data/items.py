@@ -14,6 +14,7 @@ from realrl.data.records import RecordReader, read_records
 from realrl.data.rejects import BadRecordError, Rejects
 from realrl.data.tokenization import Row, cut_rows, find_excess, find_problem, tokenize
 from realrl.data.tools import read_template_options
+from realrl.data.turn_template import TurnTemplate
 from realrl.data.variants import find_field, rename_fields, rewrite
 from realrl.recipe.data import DataConfig
 from realrl.recipe.forms import FORMS
@@ -112,7 +113,12 @@ class ItemReader:
         stop_token_ids: tuple[int, ...],
         keep: FieldFilter,
         read: RecordReader = read_records,
+        turns: TurnTemplate | None = None,
     ) -> None:
+        opening = None if turns is None else turns.template
+        if opening is not None:
+            # An environment answers in messages, so the prompt is a message, too.
+            config = config.model_copy(update={"apply_chat_template": True})
         self._form = form
         self._keys = keys
         self._tokenizer = tokenizer
@@ -125,8 +131,9 @@ class ItemReader:
             options = read_template_options({"chat_template_kwargs": config.chat_template_kwargs})
         except BadRecordError as error:
             raise UserError(f"data.chat_template_kwargs: {error}") from None
+        self._turns = turns
         self._reader = Reader(
-            template=ChatTemplate(tokenizer, options),
+            template=ChatTemplate(tokenizer, options) if opening is None else opening,
             apply_chat_template=config.apply_chat_template,
             train_on=config.train_on,
             max_pairs=config.max_pairs_per_prompt,
@@ -181,6 +188,8 @@ class ItemReader:
             self._number += 1
             try:
                 record = rewrite(self._form, self._rename(given))
+                if self._turns is not None:
+                    self._turns.check_record(record)
                 items = self._reader.read(self._form, record)
                 numbers = read_numbers(record, self._form, self._keys, len(items))
             except BadRecordError as error:

@@ -98,11 +98,12 @@ class Call:
     into that number of optimizer steps.
 
     A function (a reward, a verifier, a tool) has no role. Its `function` is a reference such as `reward.py:score`,
-    which also identifies the function's measured seconds. With `record_fields`, the function also receives those
-    fields of its items' records that are not keys.
+    which also identifies the function's measured seconds. With `record_fields`, the function, or the environment of
+    a generate call, also receives those fields of its items' records that are not keys.
 
     A generate call can output `sequences`, `logprobs`, `prompt_length` and `finished`, each with `prefix` in
-    front. The prefix lets a graph have two generate calls.
+    front. The prefix lets a graph have two generate calls. `dataflow.environment` adds the outputs of an
+    environment.
 
     With `candidates`, a language model returns the log-probabilities of more tokens at each position. The call
     then has one key in `work`.
@@ -129,8 +130,10 @@ class Call:
             raise DescriptionError(f"call {self.name}: a function has no role, every other call has one")
         if (self.function is not None) != (self.kind is Kind.FUNCTION):
             raise DescriptionError(f"call {self.name}: a function has a reference, no other call has one")
-        if self.record_fields and self.kind is not Kind.FUNCTION:
-            raise DescriptionError(f"call {self.name}: only functions see the fields of records")
+        if self.record_fields and self.kind not in (Kind.FUNCTION, Kind.GENERATE):
+            raise DescriptionError(
+                f"call {self.name}: only functions and environments of generation see the fields of records"
+            )
         if self.prefix and self.kind is not Kind.GENERATE:
             raise DescriptionError(f"call {self.name}: only generation has a prefix for its keys")
         if not self.work or not set(self.work) <= set(self.inputs):
@@ -160,6 +163,11 @@ class Call:
     def records_experts(self) -> bool:
         """Whether a generate call outputs the experts that its model chose."""
         return self.kind is Kind.GENERATE and f"{self.prefix}{ROUTED_EXPERTS}" in self.outputs
+
+    @property
+    def has_metrics(self) -> bool:
+        """Whether the call reports metrics. Generation does so only about its environment."""
+        return self.kind is not Kind.GENERATE or self.record_fields
 
     @property
     def is_function(self) -> bool:

@@ -274,11 +274,11 @@ class _Lowering:
 
     def report(self) -> None:
         """Send the metrics of all calls to the writer, at the end of the step, when the writer is idle."""
-        for call in (call for wave in self.waves() for call in wave if call.kind is not Kind.GENERATE):
+        for call in (call for wave in self.waves() for call in wave if call.has_metrics):
             output_ranks = self.plan[call.name].output_ranks
-            # Ranks of a model have added up their metrics; ranks of a function know only the metrics of their own
-            # items.
-            having = output_ranks if call.is_function else output_ranks[:1]
+            # Ranks of a model have added up their metrics; ranks of a function or an environment know only the
+            # metrics of their own items.
+            having = output_ranks if call.record_fields or call.is_function else output_ranks[:1]
             senders = tuple(rank for rank in having if rank != WRITER)
             if senders:
                 self.emit(_union(senders, (WRITER,)), Report(call.name, senders, WRITER))

@@ -12,6 +12,7 @@ from realrl.config.paths import PathOrName, YamlOrName
 from realrl.config.values import check_cluster, check_size
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.data import DataConfig
+from realrl.recipe.environment import EnvironmentConfig
 from realrl.recipe.evaluation import EvaluationConfig
 from realrl.recipe.model import ModelConfig
 from realrl.recipe.run_settings import CheckpointConfig, LaunchConfig, Resume, TrackersConfig
@@ -165,6 +166,11 @@ class Experiment(Settings):
         from realrl.recipe.graphs import build_eval_graph
 
         return build_eval_graph(self)
+
+    @property
+    def environment_config(self) -> EnvironmentConfig | None:
+        """Environment of the recipe; None if there is none, or if the algorithm has no such setting."""
+        return getattr(self, "environment", None)
 
     @property
     def longest(self) -> tuple[int, str]:

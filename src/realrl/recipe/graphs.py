@@ -6,6 +6,8 @@ from typing import Any
 
 from realrl.config.errors import UserError
 from realrl.dataflow.call import ROUTED_EXPERTS, Kind
+from realrl.dataflow.environment import OUTPUTS as ENVIRONMENT_KEYS
+from realrl.dataflow.environment import add_environment
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import SCORE
 from realrl.recipe.experiment import Experiment
@@ -53,7 +55,7 @@ def _build(
         raise UserError(f"algorithm {spec.name}: {field}: {type(graph).__name__} is not a DataflowGraph")
     for problem in chain(_problems(experiment, graph), problems(experiment, graph)):
         raise UserError(f"algorithm {spec.name}: {field}: {problem}")
-    return graph
+    return graph if experiment.environment_config is None else add_environment(graph)
 
 
 def _problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:
@@ -68,6 +70,8 @@ def _problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:
     for key in graph.keys:
         if key.endswith(ROUTED_EXPERTS):
             yield f"key {key} has a name that is kept for router replay, which adds its keys by itself"
+        if experiment.environment_config is not None and key.endswith(ENVIRONMENT_KEYS):
+            yield f"key {key} has a name that is kept for environments, which add their keys by themselves"
     for call in graph.calls:
         if call.kind is not Kind.GENERATE:
             continue

@@ -68,6 +68,7 @@ def train(
         with process.together():
             make = run_class or TrainingRun
             run = make(job, process, observer if process.rank == WRITER else None, earlier)
+        until_the_end.callback(run.close)
         check_shared(run.directory.path, process, cluster)
         # Find mistakes in the opponent before any rank spends minutes on loading weights.
         run.evaluations.face_opponent()

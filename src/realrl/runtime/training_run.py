@@ -45,6 +45,7 @@ from realrl.runtime.output.notes import (
 )
 from realrl.runtime.output.rundir import RunDirectory
 from realrl.runtime.prepare.device_memory import list_early_loads, list_kept_decoding
+from realrl.runtime.prepare.environments import open_environments
 from realrl.runtime.prepare.inputs import (
     RecordLoader,
     list_tokenizer_notes,
@@ -108,7 +109,10 @@ class TrainingRun:
             f"models.{role}: {text}" for role in self.trained for text in self._saving_notes(role)
         ]
         functions = load_functions(algorithm, job.phases.values(), process.rank)
-        loader = RecordLoader(experiment, self.tokenizer, self.stop_token_ids, functions)
+        self.environments = open_environments(job, process, self.tokenizer, self.stop_token_ids)
+        loader = RecordLoader(
+            experiment, self.tokenizer, self.stop_token_ids, functions, environments=self.environments
+        )
         self.records = loader.load_train(job.train)
         self.costs = Costs(job, process, self.roles, profile, self._say)
         self.trace = Trace(process.rank, experiment.debug.traced_steps)
@@ -124,6 +128,7 @@ class TrainingRun:
             self.trace,
             self.tokenizer,
             list_early_loads(job, process.rank, process.gpu, kept),
+            self.environments,
         )
         self.training = TrainingSteps(job, process, self.worker, self.costs, self.records)
         self.steps = self.training.count
@@ -218,6 +223,11 @@ class TrainingRun:
         for note in notes:
             self._say(note)
         observer.begin(self.experiment, self.steps)
+
+    def close(self) -> None:
+        """End the processes of the environment, if there is one."""
+        if self.environments is not None:
+            self.environments.close()
 
     def execute(self, started: float) -> None:
         """Train from the first step, or the step after the checkpoint, to the last step.

@@ -8,6 +8,7 @@ from typing import Any
 
 from realrl.algorithms.build import build_algorithm
 from realrl.config.errors import UserError
+from realrl.config.script_objects import load_objects
 from realrl.config.yaml_file import dump_yaml
 from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
@@ -20,7 +21,6 @@ from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import load_experiment, parse_experiment
 from realrl.runtime.prepare.inputs import load_shared_tokenizer
 from realrl.runtime.prepare.job import make_job
-from realrl.runtime.script_objects import load_objects
 from realrl.runtime.training_run import TrainingRun
 from realrl.testing.compare import CheckFailure, compare_runs, read_metrics
 from realrl.testing.findings import Finding

@@ -17,6 +17,7 @@ import torch
 
 from realrl.algorithms.build import build_algorithm
 from realrl.config.errors import RunError, UserError
+from realrl.dataflow.environment import ACTION_MASK
 from realrl.engine.generation.generator import generate
 from realrl.plan.cluster import Cluster
 from realrl.recipe.load import load_experiment
@@ -190,6 +191,9 @@ def _run(rank: int, recipe: Path, run_class: type[TrainingRun] | None, *, evalua
                 name += " greedy" if kwargs["sampling"].greedy else ""
                 tokens.setdefault(name, []).append(row.tolist())
                 tokens.setdefault(f"{name} prompt", []).append(prompt.tolist())
+                if ACTION_MASK in batch.fields:
+                    mask = batch[ACTION_MASK].row(batch.ids.index(item))
+                    tokens.setdefault(f"{name} mask", []).append(mask.tolist())
         return batch
 
     # This changes only this process, which runs nothing but checks.

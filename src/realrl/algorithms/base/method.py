@@ -4,13 +4,14 @@ A method computes with tensors, and does not know which devices they are on.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from realrl.data.batch import Batch, Ragged
+from realrl.dataflow.environment import ACTION_MASK
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.stop_strings import StopStrings
@@ -191,17 +192,34 @@ class FunctionInput:
     stop: StopStrings | None = None
     """Stop strings of the step's answers, if any."""
 
+    def select(self, positions: Sequence[int]) -> "FunctionInput":
+        """Select items by their positions."""
+        fields = {name: [values[i] for i in positions] for name, values in self.fields.items()}
+        origins = [self.origins[i] for i in positions] if self.origins else []
+        return replace(self, batch=self.batch.select(positions), fields=fields, origins=origins)
+
     def prompts(self, prefix: str = "") -> list[str]:
         """Decode the prompts, without special tokens."""
         return [self._text(row[:cut]) for row, cut in self._cuts(prefix)]
 
     def completions(self, prefix: str = "") -> list[str]:
-        """Decode the answers, without special tokens and without the stop string that ended them."""
+        """Decode the answers, without special tokens and without the stop string that ended them.
+
+        In an environment, these are the last turns of the model.
+        """
         text = self._text if self.stop is None else self.stop.cut
-        return [text(row[cut:]) for row, cut in self._cuts(prefix)]
+        answers = [row[cut:] for row, cut in self._cuts(prefix)]
+        mask = f"{prefix}{ACTION_MASK}"
+        if mask in self.batch.fields:
+            marked = zip(answers, self._cuts(prefix), self.batch[mask].rows(), strict=True)
+            answers = [_find_last_turn(answer, row[cut:].tolist()) for answer, (_, cut), row in marked]
+        return [text(answer) for answer in answers]
 
     def completion_ids(self, prefix: str = "") -> list[list[int]]:
-        """List the tokens of the answers as they were sampled, with stop strings and special tokens."""
+        """List the tokens of the answers as they were sampled, with stop strings and special tokens.
+
+        In an environment, the tokens that it wrote are among them.
+        """
         return [row[cut:] for row, cut in self._cuts(prefix)]
 
     def describe(self, item: int) -> str:
@@ -220,6 +238,13 @@ class FunctionInput:
     def _text(self, ids: list[int]) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
         return text
+
+
+def _find_last_turn(tokens: list[int], mask: Sequence[int]) -> list[int]:
+    """Find the last run of tokens that the model sampled. `mask` is 1 for these tokens."""
+    end = next((i + 1 for i in reversed(range(len(mask))) if mask[i]), 0)
+    start = next((i + 1 for i in reversed(range(end)) if not mask[i]), 0)
+    return tokens[start:end]
 
 
 class FunctionMethod(Protocol):

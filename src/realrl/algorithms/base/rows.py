@@ -9,11 +9,14 @@ from torch import Tensor
 from realrl.algorithms.base.method import Metrics, Sum
 from realrl.config.errors import UserError
 from realrl.data.batch import Batch, Ragged, copy_numbers
+from realrl.dataflow.environment import ACTION_MASK
 
 
 @dataclass(frozen=True, eq=False)
 class Responses:
     """The A answer tokens in N packed sequences with T tokens in total.
+
+    In an environment, they are the tokens that the model sampled, and not those that the environment wrote.
 
     index: [A] ascending positions of the answer tokens among the T tokens. An answer never starts a sequence, so
     `index - 1` is always in the same sequence. row: [A] number of the sequence that holds each answer token.
@@ -28,10 +31,18 @@ class Responses:
     lengths: tuple[int, ...]
 
     @classmethod
-    def of(cls, sequences: Ragged, prompt_length: Ragged, *, kept: Tensor | None = None) -> "Responses":
+    def of(
+        cls,
+        sequences: Ragged,
+        prompt_length: Ragged,
+        *,
+        kept: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> "Responses":
         """Find the answers. sequences: N rows of tokens; prompt_length: N rows of one number.
 
         kept: [N] nonzero for sequences that count. All other sequences get no answer tokens. None keeps all.
+        mask: [T] nonzero for the tokens after the prompts that are answers. None keeps all.
         """
         device = sequences.values.device
         lengths = copy_numbers(sequences.lengths, device)
@@ -43,14 +54,26 @@ class Responses:
         counts = (lengths - prompt).clamp(min=0)
         if kept is not None:
             counts = torch.where(kept != 0, counts, 0)
-        index = ((column >= 0) & (counts > 0)[rows]).nonzero().squeeze(1)
+        chosen = (column >= 0) & (counts > 0)[rows]
+        if mask is not None:
+            chosen &= mask != 0
+            before = chosen.long().cumsum(0)
+            counts = torch.zeros_like(counts).index_add(0, rows, chosen.long())
+            column = before - 1 - (counts.cumsum(0) - counts)[rows]
+        index = chosen.nonzero().squeeze(1)
         return cls(index, rows[index], column[index], counts, sequences.lengths)
 
     @classmethod
-    def find(cls, batch: Batch) -> "Responses":
-        """Find the answers in `sequences`. If there is a field `kept`, only the answers that it marks count."""
-        kept = batch["kept"].values if "kept" in batch.fields else None
-        return cls.of(batch["sequences"], batch["prompt_length"], kept=kept)
+    def find(cls, batch: Batch, kept: Tensor | None = None) -> "Responses":
+        """Find the answers in `sequences`.
+
+        Only the answers that `kept`, or else the field `kept`, marks count, and only the tokens that the field
+        `action_mask` marks, if there is such a field.
+        """
+        if kept is None and "kept" in batch.fields:
+            kept = batch["kept"].values
+        mask = batch[ACTION_MASK].values if ACTION_MASK in batch.fields else None
+        return cls.of(batch["sequences"], batch["prompt_length"], kept=kept, mask=mask)
 
     @property
     def total(self) -> int:

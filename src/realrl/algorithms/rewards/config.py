@@ -34,6 +34,7 @@ from realrl.config.errors import UserError, join
 from realrl.config.explain import brief, explain, nearest
 from realrl.config.user_code import FunctionReference, resolve_setting
 from realrl.dataflow.call import Call, Key, Kind
+from realrl.recipe.environment import EnvironmentConfig
 from realrl.recipe.evaluation import AnswerReader
 
 VERIFIERS: Mapping[str, type[Verifier]] = MappingProxyType(
@@ -72,11 +73,11 @@ VerifierSetting = Annotated[SerializeAsAny[Verifier], BeforeValidator(_read_veri
 SINGLE = "reward"
 """Name of the only term of a reward."""
 
-SOURCES = ("function", "verifier", "http", "model")
+SOURCES = ("function", "verifier", "http", "model", "environment")
 
 
 class RewardTerm(Settings):
-    """One reward: a function, a verifier, a service, or the model of `models.reward`."""
+    """One reward: a function, a verifier, a service, the model of `models.reward`, or the environment."""
 
     function: FunctionReference | None = None
     """`FILE.py:FUNCTION` or `package.module:FUNCTION`. The function is called with lists as keyword arguments:
@@ -89,6 +90,8 @@ class RewardTerm(Settings):
     """A service that gives scores."""
     model: Literal["reward"] | None = None
     """`reward`: the reward model of `models.reward`."""
+    environment: Literal[True] | None = None
+    """true: the reward that the environment gives (`environment`)."""
     weight: float = 1.0
     """Factor of the score in the sum over terms. 0 only measures the term."""
     on_error: Literal["fail", "skip"] = "fail"
@@ -161,6 +164,18 @@ def check_models(reward: Rewards | None, model: object, roles: Collection[str]) 
     clash = [name for name in reward or {} if name in roles and name != SINGLE]
     if clash:
         raise ValueError(f"reward: {clash[0]} is the name of a role; choose another for the term")
+
+
+def environment_reward() -> Rewards:
+    """Make the reward of a recipe that names an environment and no reward."""
+    return {SINGLE: RewardTerm(environment=True)}
+
+
+def check_environment_terms(reward: Rewards | None, environment: EnvironmentConfig | None) -> None:
+    """Check that a recipe whose reward comes from the environment has one. Raises ValueError if not."""
+    uses = [name for name, term in (reward or {}).items() if term.environment]
+    if uses and environment is None:
+        raise ValueError(f"{name_setting(uses[0])}.environment: true needs environment, a class or a section")
 
 
 def _read(value: Any, info: ValidationInfo) -> Any:
@@ -275,7 +290,8 @@ def _score(name: str, term: RewardTerm | None, key: str, extra: tuple[str, ...],
 
 def _refer(name: str, term: RewardTerm) -> str:
     """Write the reference under which profiles keep the measured seconds of a term."""
-    built_in = {"verifier": "realrl.algorithms.rewards.scorers", "http": "realrl.algorithms.rewards.http"}
+    scorers = "realrl.algorithms.rewards.scorers"
+    built_in = {"verifier": scorers, "environment": scorers, "http": "realrl.algorithms.rewards.http"}
     return term.function or f"{built_in[term.source]}:{name}"
 
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from realrl.algorithms.base.method import FunctionInput, Method, Metrics, ModelOutput
 from realrl.algorithms.base.rows import add_answer_means, last_of_rows
@@ -24,6 +25,7 @@ from realrl.algorithms.rewards.config import SINGLE, SUM, Rewards, RewardTerm, i
 from realrl.algorithms.rewards.scorers import make_scorer
 from realrl.config.errors import UserCodeError
 from realrl.data.batch import Batch, Ragged
+from realrl.dataflow.environment import ENVIRONMENT_FAILED, ENVIRONMENT_REWARD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +82,14 @@ def compute_score_metrics(batch: Batch, *, finished_only: bool = False, skips: b
 _USUAL = ScoreOptions()
 
 
+def find_whole(batch: Batch, prefix: str = "") -> Tensor:
+    """Find the samples whose environment has not failed; without an environment, all. [N] bool"""
+    key = f"{prefix}{ENVIRONMENT_FAILED}"
+    if key not in batch.fields:
+        return torch.ones(len(batch), dtype=torch.bool)
+    return batch[key].values.cpu() == 0
+
+
 class RewardInference:
     """Score of each sequence: the reward model's value at its last token."""
 
@@ -102,7 +112,8 @@ class RewardInference:
         if self._options.prefix:
             return metrics
         if self._options.in_mixture:
-            metrics.mean("term_score", batch[self._options.key].values.sum(), len(batch))
+            scores = batch[self._options.key].values[find_whole(batch)]
+            metrics.mean("term_score", scores.sum(), len(scores))
             return metrics
         return compute_score_metrics(batch, finished_only=self._options.finished_only, skips=False)
 
@@ -141,6 +152,9 @@ class RewardFunction:
 
     def call(self, inputs: FunctionInput) -> tuple[dict[str, Ragged], Metrics]:
         """Score each sequence. With on_error=fail, raises UserCodeError, which names the sample that failed."""
+        whole, everything = find_whole(inputs.batch, self._options.prefix), inputs
+        if not whole.all():
+            inputs = inputs.select(whole.nonzero().flatten().tolist())
         scores = self._score(inputs)
         failures = ((i, score) for i, score in enumerate(scores) if isinstance(score, RewardFailure))
         first = next(failures, None)
@@ -148,8 +162,10 @@ class RewardFunction:
             self._refuse(*first, inputs)
         absent = NOT_APPLICABLE if self._options.in_mixture else SKIPPED
         numbers = [SKIPPED if isinstance(s, RewardFailure) else absent if s is None else s for s in scores]
-        output = Ragged.scalars(torch.tensor(numbers, dtype=torch.float64))
-        return {self._options.key: output}, self._summarize(scores, output, inputs)
+        values = torch.full((len(everything.batch),), SKIPPED, dtype=torch.float64)
+        values[whole] = torch.tensor(numbers, dtype=torch.float64)
+        output = Ragged.scalars(values)
+        return {self._options.key: output}, self._summarize(scores, output, everything)
 
     def _refuse(self, sample: int, failure: RewardFailure, inputs: FunctionInput) -> None:
         """Raise UserCodeError for a failure or, if failures are skipped, print a note about the first one."""
@@ -163,10 +179,10 @@ class RewardFunction:
             )
 
     def _summarize(self, scores: Sequence[Score], output: Ragged, inputs: FunctionInput) -> Metrics:
-        metrics, count = Metrics(), len(scores)
+        metrics, count = Metrics(), len(inputs.batch)
         if self._options.prefix:
             return metrics
-        skipped = sum(isinstance(score, RewardFailure) for score in scores)
+        skipped = sum(isinstance(score, RewardFailure) for score in scores) + count - len(scores)
         if self._options.in_mixture:
             given = output.values[output.values.isfinite()]
             metrics.mean("term_score", given.sum(), len(given))
@@ -235,6 +251,9 @@ class RewardFunction:
         """List the texts and columns that the scorer reads, by name."""
         wants = self._scorer.wants
         arguments = {name: list(values) for name, values in inputs.fields.items() if wants(name)}
+        rewards = f"{self._options.prefix}{ENVIRONMENT_REWARD}"
+        if rewards in inputs.batch.fields and wants(ENVIRONMENT_REWARD):
+            arguments[ENVIRONMENT_REWARD] = inputs.batch[rewards].values.tolist()
         for name in TEXTS:  # `FunctionInput` has a function with each of these names
             if wants(name):
                 arguments[name] = getattr(inputs, name)(self._options.prefix)
@@ -278,7 +297,7 @@ class RewardSum:
             applies |= given
         # Rounding makes 0.1 + 0.2 equal to 0.3, so that samples with equal scores count as equal.
         total = torch.tensor([float(f"{value:.12g}") for value in total.tolist()], dtype=torch.float64)
-        score = Ragged.scalars(torch.where(applies, total, SKIPPED))
+        score = Ragged.scalars(torch.where(applies & find_whole(batch, self._options.prefix), total, SKIPPED))
         if self._options.prefix:
             return {f"{self._options.prefix}score": score}, Metrics()
         metrics = compute_score_metrics(

@@ -1,5 +1,6 @@
 """Scorers on the host: the user's functions, built-in verifiers, and the judge of evaluations."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from realrl.algorithms.rewards.http import HttpScorer
 from realrl.algorithms.rewards.verifiers.verifier import Verification, Verifier
 from realrl.config.errors import UserError
 from realrl.config.user_code import UserFunction, describe_no_number, name_function, read_number
+from realrl.dataflow.environment import ENVIRONMENT_REWARD
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -22,6 +24,8 @@ def make_scorer(name: str, term: RewardTerm) -> Scorer:
         return FunctionScorer(setting, term.function)
     if term.verifier is not None:
         return VerifierScorer(setting, term.verifier)
+    if term.environment:
+        return EnvironmentScorer(setting)
     assert term.http is not None, "a model has no scorer"
     return HttpScorer(setting, term.http)
 
@@ -112,6 +116,29 @@ class VerifierScorer(Scorer):
     def score(self, count: int, arguments: Mapping[str, list[Any]]) -> list[Score]:
         assert self._opened is not None, "loaded before it is asked"
         return self._opened.verify(arguments["completions"], arguments)
+
+
+class EnvironmentScorer(Scorer):
+    """The reward that the environment gave to each trajectory."""
+
+    def __init__(self, setting: str) -> None:
+        self.label = f"{setting} (environment)"
+
+    def load(self) -> None:
+        """Do nothing: the environment is loaded for generation."""
+
+    def wants(self, name: str) -> bool:
+        return name == ENVIRONMENT_REWARD
+
+    @property
+    def required(self) -> Sequence[str]:
+        return ()
+
+    def score(self, count: int, arguments: Mapping[str, list[Any]]) -> list[Score]:
+        missing = RewardFailure(
+            "has no number for a trajectory; give a reward in step, a method get_reward, or an attribute reward"
+        )
+        return [missing if math.isnan(reward) else reward for reward in arguments[ENVIRONMENT_REWARD]]
 
 
 class Judge(FunctionScorer):

@@ -18,6 +18,7 @@ from realrl.engine.generation.prefill import PrefillPass
 from realrl.engine.generation.routed_experts import RoutedExperts
 from realrl.engine.generation.sampling_noise import SamplingNoise, SamplingSeed
 from realrl.engine.generation.scheduler import DecodeRow, DecodeTurn, RowPrefill, Scheduler
+from realrl.engine.generation.turns import Turns
 from realrl.engine.model import Model
 from realrl.engine.pipeline import PendingRecv
 from realrl.layout.kv_blocks import (
@@ -48,6 +49,7 @@ class GenerateCall:
         pass_tokens: int | None = None,
         record_experts: bool = False,
         kept: KeptDecoding | None = None,
+        turns: Turns | None = None,
     ) -> None:
         """Prepare the continuation of `rows`: allocate memory, or take the memory that earlier calls left in
         `kept`.
@@ -55,7 +57,7 @@ class GenerateCall:
         `prompts` are in the order of their numbers. `ids` are the item ids, in the order of the row numbers.
         `kv_capacity` is the number of tokens that the cache holds for each decode batch. `pass_tokens` limits the
         tokens of a prefill pass; its default depends on the device. With `record_experts`, a row's experts are read
-        from the cache before the row leaves it.
+        from the cache before the row leaves it. `turns` is the environment, if there is one.
         """
         mixture = model.shape.mixture if record_experts else None
         assert mixture is not None or not record_experts, "only mixtures have experts"
@@ -63,6 +65,8 @@ class GenerateCall:
         self.prompts = prompts.to(torch.device("cpu"))
         self.stop_token_ids, self.stop = frozenset(stop_token_ids), stop
         self.new_tokens = sampling.max_new_tokens
+        self.turns = turns
+        self._by_number = {row.number: row for row in rows}
         self.batches = batches = model.groups.pipeline.size
         """Number of decode batches: one per stage of the pipeline."""
         self.on_gpu = on_gpu = is_gpu(model.device)
@@ -91,7 +95,62 @@ class GenerateCall:
             new_tokens=self.new_tokens,
             steps=count_steps_per_look(cpu=not on_gpu),
             prefill_tokens=pass_tokens or count_prefill_tokens(cpu=not on_gpu),
+            waiting=turns is not None,
         )
+
+    def answer_rows(self) -> None:
+        """Let rows go on whose environment has answered."""
+        # At the end, earlier stages plan once more than the last stage, and there is nothing left to collect.
+        if self.turns is None or self.scheduler.done:
+            return
+        idle = self.scheduler.idle
+        if idle:
+            # Other stages wait for the tokens of the last turn, and the environment may take long.
+            self.model.pipeline.flush()
+        resumed = []
+        for reply in self.turns.collect(idle=idle):
+            row = self._by_number[reply.row]
+            if reply.restart:
+                row.restart()
+                if self.experts is not None:
+                    self.experts.forget(row)
+            if reply.done:
+                self.scheduler.finish(row)
+            else:
+                row.give(reply.tokens)
+                resumed.append(row)
+        self.scheduler.resume(resumed)
+
+    def take(self, row: DecodeRow, token: int, logprob: float) -> bool:
+        """Append a sampled token to a row. Returns whether a token or a limit ends the row's turn here."""
+        row.tokens.append(token)
+        row.logprobs.append(logprob)
+        if token in self.stop_token_ids or len(row.tokens) == self.new_tokens:
+            return True
+        limit = None if self.turns is None else self.turns.turn_tokens
+        return limit is not None and len(row.tokens) - row.turn_start == limit
+
+    def end_turn(self, row: DecodeRow) -> None:
+        """Complete a row or, with an environment, let the row wait for the environment."""
+        if self.turns is None:
+            row.done = True
+            return
+        row.away = True
+        self.turns.submit(row.number, row.tokens[row.turn_start :], cut=not self.has_ended(row))
+
+    def has_ended(self, row: DecodeRow) -> bool:
+        """Return whether the model itself has ended the continuation, or its last turn."""
+        return row.stopped or (len(row.tokens) > 0 and row.tokens[-1] in self.stop_token_ids)
+
+    def find_stop(self, row: DecodeRow, looked: int) -> int | None:
+        """Find the number of tokens after which a stop string ends a row; None if it goes on. The first `looked`
+        tokens were checked before."""
+        if self.stop is None:
+            return None
+        # A stop string does not begin in what the environment wrote.
+        start = row.turn_start
+        end = self.stop.find_end(row.tokens[start:] if start else row.tokens, looked - start)
+        return None if end is None else start + end
 
 
 class DecodeBatch:
@@ -167,7 +226,7 @@ class DecodeBatch:
     def _plan(self) -> None:
         """Plan the next turn, and request the messages that arrive first in it."""
         call = self._call
-        turn = call.scheduler.plan(self._number)
+        turn = call.scheduler.plan(self._number, call.answer_rows)
         self._turn = turn
         if call.experts is not None:
             call.experts.read(turn.released)
@@ -212,7 +271,7 @@ class DecodeBatch:
         return self._step.run(self._rows, hidden)
 
     def _record(self) -> None:
-        """Read the tokens of a turn, and mark complete rows as done."""
+        """Read the tokens of a turn, and let rows leave whose sequence, or turn of the model, ends."""
         call = self._call
         rows = self._turn.rows
         if not rows:
@@ -220,13 +279,11 @@ class DecodeBatch:
         tokens, logprobs = self._buffers.read(len(rows), self._turn.steps)
         for row, drawn, found in zip(rows, tokens, logprobs, strict=True):
             looked = len(row.tokens)
-            for token, logprob in zip(drawn, found, strict=True):
-                row.tokens.append(token)
-                row.logprobs.append(logprob)
-                if token in call.stop_token_ids or len(row.tokens) == call.new_tokens:
-                    row.done = True
-                    break
-            end = None if call.stop is None else call.stop.find_end(row.tokens, looked)
+            pairs = zip(drawn, found, strict=True)
+            ended = any(call.take(row, token, logprob) for token, logprob in pairs)
+            end = call.find_stop(row, looked)
             if end is not None:
                 del row.tokens[end:], row.logprobs[end:]
-                row.done = row.stopped = True
+                row.stopped = True
+            if ended or end is not None:
+                call.end_turn(row)

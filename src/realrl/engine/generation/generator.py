@@ -14,6 +14,7 @@ from realrl.engine.generation.prefill import as_tensor
 from realrl.engine.generation.routed_experts import join_stages
 from realrl.engine.generation.sampling_noise import SamplingSeed
 from realrl.engine.generation.scheduler import DecodeRow, Prompt
+from realrl.engine.generation.turns import Turns
 from realrl.engine.model import Model
 from realrl.model.routing import EXPERT_DTYPE
 from realrl.recipe.generation import GenerationConfig
@@ -49,6 +50,7 @@ def generate(
     after_step: Callable[[], None] = lambda: None,
     record_experts: bool = False,
     kept: KeptDecoding | None = None,
+    turns: Turns | None = None,
 ) -> Batch:
     """Continue the rows of field `prompts`, by at most `sampling.max_new_tokens` tokens each.
 
@@ -66,6 +68,10 @@ def generate(
     With `record_experts`, the first TP rank of a mixture also adds routed_experts: for each token the k experts of
     every layer of the model, [T, layers * k]. An entry is -1 if the token has not passed through the layer. The
     last token passes through no layer. Of the prompt, only the last token passes through the last layer.
+
+    With `turns`, a continuation has turns of the model and of an environment, and at most
+    `sampling.max_new_tokens` tokens of both. It begins with tokens of the environment. The field action_mask is
+    then 1 for the tokens that the model sampled, and 0 for all others; `finished` is about the model's last turn.
 
     `kept` holds memory that later calls of this model use again; without it, all memory is freed at the end.
     `after_step` is called after each decode step. Raises NotFiniteLogitsError if the model's logits are not finite.
@@ -88,6 +94,7 @@ def generate(
         # Other TP ranks choose the same experts, so one record is enough.
         record_experts=record_experts and model.groups.tensor.index == 0,
         kept=kept,
+        turns=turns,
     )
     # While one stage of a pipeline works on a decode batch, the other stages work on the other batches.
     _interleave([DecodeBatch(call, number) for number in range(call.batches)], after_step)
@@ -102,15 +109,27 @@ def generate(
     logprobs = [
         torch.cat([torch.zeros(row.prompt.length), as_tensor(row.logprobs, torch.float32)]) for row in rows
     ]
-    finished = torch.tensor([float(row.stopped or row.tokens[-1] in call.stop_token_ids) for row in rows])
+    finished = torch.tensor([float(call.has_ended(row)) for row in rows])
     if experts:
         batch = batch.with_fields(**{ROUTED_EXPERTS: Ragged.of(experts, dtype=EXPERT_DTYPE)})
+    if turns is not None:
+        masks = [_mask_actions(row) for row in rows]
+        batch = batch.with_fields(action_mask=Ragged.of(masks, dtype=torch.int16))
     return batch.with_fields(
         sequences=Ragged.of(sequences, dtype=torch.int64),
         logprobs=Ragged.of(logprobs, dtype=torch.float32),
         prompt_length=Ragged.scalars(torch.tensor(given.lengths, dtype=torch.int64)),
         finished=Ragged.scalars(finished),
     )
+
+
+def _mask_actions(row: DecodeRow) -> torch.Tensor:
+    """Mark the tokens that the model sampled. [prompt and continuation] int16"""
+    mask = torch.zeros(row.prompt.length + len(row.tokens), dtype=torch.int16)
+    mask[row.prompt.length :] = 1
+    for start, end in row.given:
+        mask[row.prompt.length + start : row.prompt.length + end] = 0
+    return mask
 
 
 def list_rows(groups: Sequence[Sequence[int]], prompts: Ragged) -> list[DecodeRow]:

@@ -24,15 +24,15 @@ class RoutedExperts:
         """`record` is the cache's tensor, [layers, blocks, BLOCK_TOKENS, k]."""
         self._record = record.flatten(1, 2)
         self._own: defaultdict[int, list[Tensor]] = defaultdict(list)
-        """Experts of each row's own segment. A part is read at each preemption of the row, and when it is finished.
-        [n, layers, k] each"""
+        """Experts of each row's own segment. A part is read whenever the row leaves the cache. [n, layers, k]
+        each"""
         self._prompts: dict[int, Tensor] = {}
-        """Experts of the prompt's segment, for each finished row."""
+        """Experts of the prompt's segment, for each row that has finished, or ended a turn."""
 
     def read(self, released: Sequence[ReleasedRow]) -> None:
         """Read the experts of rows that leave the cache, before other rows overwrite their blocks.
 
-        A preempted row is prefilled again later, perhaps with other experts. Its record keeps the experts from
+        A row that comes back is prefilled again, perhaps with other experts. Its record keeps the experts from
         sampling, which are read here.
         """
         if not released:
@@ -42,8 +42,8 @@ class RoutedExperts:
         found = self._record.index_select(1, places).transpose(0, 1).cpu()
         for one, part in zip(released, found.split([len(span) for span in spans]), strict=True):
             row = one.row
-            shared = row.prompt.length - 1 if row.done else 0
-            if row.done:
+            shared = row.prompt.length - 1 if _ends(row) else 0
+            if _ends(row):
                 self._prompts[row.number] = part[:shared]
             self._own[row.number].append(part[shared:])
 
@@ -54,14 +54,27 @@ class RoutedExperts:
         known = sum(len(part) for part in self._own[row.number])
         # The own segment starts with the prompt's last token. The newest token has not passed through the model.
         own = list_places(released.blocks)[known : len(row.tokens)]
-        if not row.done:
+        if not _ends(row):
             return own
         return np.concatenate([list_places(released.prompt_blocks)[: row.prompt.length - 1], own])
 
+    def forget(self, row: DecodeRow) -> None:
+        """Forget a row that starts again."""
+        self._own.pop(row.number, None)
+        self._prompts.pop(row.number, None)
+
     def row(self, row: DecodeRow) -> Tensor:
         """Concatenate the experts of a whole row; the newest token has none. [T, layers, k]"""
+        if row.number not in self._prompts:  # the row's environment failed before the model sampled a token
+            layers, _, per_token = self._record.shape
+            return self._record.new_full((row.prompt.length, layers, per_token), NONE_CHOSEN, device="cpu")
         parts = [self._prompts[row.number], *self._own[row.number]]
         return torch.cat([*parts, parts[0].new_full((1, *parts[0].shape[1:]), NONE_CHOSEN)])
+
+
+def _ends(row: DecodeRow) -> bool:
+    """Return whether a row that leaves the cache is complete, or may be complete once its environment answers."""
+    return row.done or row.away
 
 
 def join_stages(model: Model, rows: Sequence[DecodeRow], experts: RoutedExperts) -> list[Tensor]:

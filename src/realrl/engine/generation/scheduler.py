@@ -6,13 +6,16 @@ blocks for the coming steps, and admits waiting rows while blocks are free. If t
 youngest row is preempted: it frees its blocks, returns to the head of the queue, and is later prefilled again with
 its generated tokens.
 
+With an environment, a row whose turn has ended leaves its batch, too. It waits outside the queue until the
+environment has answered, and then returns to the head of the queue.
+
 Plans depend only on the order in which `plan` is called and on the lengths of rows. So all ranks of a pipeline and
 of a tensor-parallel group make the same plans from the same tokens.
 """
 
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from realrl.layout.kv_blocks import REPLACED_TOGETHER, CacheSize, count_blocks, count_prompt_blocks
@@ -64,9 +67,31 @@ class DecodeRow:
     done: bool = False
     """Whether the continuation is complete."""
     stopped: bool = False
-    """Whether a stop string ended the continuation."""
+    """Whether a stop string ended the continuation, or its last turn."""
+    away: bool = False
+    """Whether the row waits for its environment."""
+    given: list[tuple[int, int]] = field(default_factory=list)
+    """Parts of the continuation that an environment wrote: first token, and the token after the last."""
     slot: int = -1
     """Index of the row in the buffers of the decode batch; -1 if it has no index yet."""
+
+    @property
+    def turn_start(self) -> int:
+        """Number of tokens before the current turn of the model."""
+        return self.given[-1][1] if self.given else 0
+
+    def give(self, tokens: Sequence[int]) -> None:
+        """Append tokens that the model has not sampled."""
+        start = len(self.tokens)
+        self.tokens.extend(tokens)
+        self.logprobs.extend([0.0] * len(tokens))
+        self.given.append((start, len(self.tokens)))
+        self.stopped = False
+
+    def restart(self) -> None:
+        """Drop the continuation."""
+        del self.tokens[:], self.logprobs[:], self.given[:]
+        self.stopped = False
 
 
 @dataclass(frozen=True)
@@ -128,11 +153,18 @@ class Scheduler:
         new_tokens: int,
         steps: int,
         prefill_tokens: int,
+        waiting: bool = False,
     ) -> None:
         """`batches` is the number of decode batches, `new_tokens` the maximum length of a continuation. `steps` is
         the number of decode steps of a turn; turns have one step while more prompts are to be prefilled.
-        `prefill_tokens` limits the tokens of a prefill pass; a longer sequence gets a pass of its own."""
-        self._queue = deque(rows)
+        `prefill_tokens` limits the tokens of a prefill pass; a longer sequence gets a pass of its own. With
+        `waiting`, all rows begin with waiting for their environment."""
+        rows = list(rows)
+        self._queue = deque([] if waiting else rows)
+        self._away = set(rows if waiting else [])
+        """Rows that wait for their environment."""
+        for row in self._away:
+            row.away = True
         self._pool = BlockPool(size.blocks)
         self._running: list[list[DecodeRow]] = [[] for _ in range(batches)]
         """Running rows of each decode batch, in the order of admission."""
@@ -146,19 +178,43 @@ class Scheduler:
 
     @property
     def done(self) -> bool:
-        """Whether no row waits or runs."""
+        """Whether every row is complete."""
+        return self.idle and not self._away
+
+    @property
+    def idle(self) -> bool:
+        """Whether no row is queued or runs."""
         return not self._queue and not any(self._running)
 
-    def plan(self, batch: int) -> DecodeTurn:
-        """Plan the next turn of a decode batch."""
+    def resume(self, rows: Sequence[DecodeRow]) -> None:
+        """Queue rows whose environment has answered, before all others, so that their sequences end soon."""
+        for row in reversed(rows):
+            self._away.remove(row)
+            row.away = False
+            self._queue.appendleft(row)
+
+    def finish(self, row: DecodeRow) -> None:
+        """Complete a row that waits for its environment."""
+        self._away.remove(row)
+        row.away, row.done = False, True
+
+    def plan(self, batch: int, answer: Callable[[], None] = lambda: None) -> DecodeTurn:
+        """Plan the next turn of a decode batch.
+
+        `answer` is called after rows have left the batch. It calls `resume` and `finish` for the rows whose
+        environment has answered.
+        """
         running = self._running[batch]
         before = len(running)
         self._released = []
-        retired = [row for row in running if row.done]
+        retired = [row for row in running if row.done or row.away]
         if retired:
-            running[:] = [row for row in running if not row.done]
+            running[:] = [row for row in running if not (row.done or row.away)]
             for row in retired:
                 self._release(row)
+                if row.away:
+                    self._away.add(row)
+        answer()
         kept = len(running)
         grown = self._grow(running)
         preempted = kept - len(running)

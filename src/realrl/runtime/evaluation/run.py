@@ -28,6 +28,7 @@ from realrl.runtime.evaluation.answers import EvaluationReport, EvaluationResult
 from realrl.runtime.evaluation.evaluate import Evaluation
 from realrl.runtime.output.notes import list_data_notes, list_kernel_notes
 from realrl.runtime.prepare.devices import check_kind
+from realrl.runtime.prepare.environments import open_environments
 from realrl.runtime.prepare.inputs import (
     RecordLoader,
     load_functions,
@@ -68,9 +69,20 @@ class EvaluationRun:
         functions = load_functions(algorithm, [phase], process.rank)
         # Only one rank calls the user's judge, so only this rank loads it.
         judge = load_judge(experiment.evaluation.judge) if process.rank == WRITER else None
-        loader = RecordLoader(experiment, tokenizer, stop_token_ids, functions, read)
+        self._environments = open_environments(job, process, tokenizer, stop_token_ids)
+        loader = RecordLoader(
+            experiment, tokenizer, stop_token_ids, functions, read, environments=self._environments
+        )
         self.records = loader.load_eval(phase, judge)
-        worker = Worker(process, self._roles, algorithm, stop_token_ids, Trace(process.rank), tokenizer)
+        worker = Worker(
+            process,
+            self._roles,
+            algorithm,
+            stop_token_ids,
+            Trace(process.rank),
+            tokenizer,
+            environments=self._environments,
+        )
         self.evaluation = Evaluation(
             experiment, process, worker, phase, self.records, tokenizer=tokenizer, judge=judge
         )
@@ -89,6 +101,11 @@ class EvaluationRun:
         """Load the weights. Raises UserError if they cannot be used."""
         self._roles.load_weights()
         self._roles.offload_homes()
+
+    def close(self) -> None:
+        """End the processes of the environment, if there is one."""
+        if self._environments is not None:
+            self._environments.close()
 
 
 class Opponent:
@@ -136,6 +153,7 @@ class Opponent:
         with self._process.together():
             self._named(self._run.load)
         result = self._run.evaluation.run()
+        self._run.close()
         del self._run
         # Reference cycles may still keep this model in memory, which the recipe's own models need next.
         gc.collect()
@@ -181,6 +199,7 @@ def evaluate_recipe(
         groups = process.groups(list_rank_sets(job.placements), moves=reallocates(job.placements))
         with process.together():
             run = EvaluationRun(job, process, groups, read)
+            until_the_end.callback(run.close)
             opponent = make_opponent(experiment, plan, process, groups, run.origins)
         if opponent is not None:
             run.evaluation.face(opponent.answer())

@@ -56,7 +56,7 @@ class Start:
     plan: str | None = None
     """Text of the plan that a search found for a recipe with `plan: search`."""
     objects: bytes | None = None
-    """Functions of a script that the recipe names, serialised by `runtime.script_objects`."""
+    """Functions of a script that the recipe names, serialised by `config.script_objects`."""
 
     @classmethod
     def of(

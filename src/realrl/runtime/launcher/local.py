@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from realrl.config.files import write_whole
+from realrl.config.script_objects import OBJECTS_VARIABLE
 from realrl.plan.cluster import Cluster
 from realrl.runtime.launcher.launch import Start
 from realrl.runtime.prepare.host import count_threads
 from realrl.runtime.processes.environment import (
     LAUNCHER_VARIABLE,
-    OBJECTS_VARIABLE,
     PLAN_VARIABLE,
     RESTART_VARIABLE,
     SLOT_VARIABLE,

@@ -22,6 +22,7 @@ from realrl.huggingface.tokenizers import list_stop_token_ids, load_tokenizer
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.model import ModelConfig, TrainedModelConfig
 from realrl.recipe.sources import name_sources
+from realrl.runtime.prepare.environments import Environments
 from realrl.runtime.prepare.job import Phase
 
 
@@ -159,14 +160,17 @@ class RecordLoader:
         stop_token_ids: tuple[int, ...],
         functions: Mapping[str, FunctionMethod],
         read: RecordReader = read_records,
+        environments: Environments | None = None,
     ) -> None:
-        """`functions`: the functions that this rank calls. `read` reads the records of a source.
+        """`functions`: the functions that this rank calls. `read` reads the records of a source. `environments`:
+        the environment of the recipe, if it has one.
 
         Raises UserError if a role's model supports only shorter sequences.
         """
         _check_positions(experiment)
         self._experiment, self._tokenizer = experiment, tokenizer
         self._stop_token_ids, self._functions, self._read = stop_token_ids, functions, read
+        self._environments = environments
 
     def load_train(self, phase: Phase) -> Dataset:
         """Load and tokenize training records.
@@ -183,9 +187,11 @@ class RecordLoader:
         experiment = self._experiment
         _check_top_k(experiment, phase.graph)
         names = [call.name for call in phase.graph.functions if call.record_fields]
-        seeing: list[FunctionMethod | Judge] = [
+        seeing: list[FunctionMethod | Judge | Environments] = [
             self._functions[name] for name in names if name in self._functions
         ]
+        if self._environments is not None:
+            seeing.append(self._environments)
         if judge is not None:
             seeing.append(judge)
 
@@ -205,6 +211,7 @@ class RecordLoader:
             self._stop_token_ids,
             wanted,
             read=self._read,
+            turns=None if self._environments is None else self._environments.template,
         )
         for function in seeing:
             function.check_fields(name_sources(source), present)

@@ -1,6 +1,7 @@
 """Worker: the interpreter of programs, with one handler per instruction."""
 
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -46,12 +47,14 @@ from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.stop_strings import StopStrings
 from realrl.runtime.measure.step_timer import StepTimer
 from realrl.runtime.measure.work_done import WorkDone, count_generation, read_passes
+from realrl.runtime.prepare.environments import SEED, Environments
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.exchange import Exchange
 from realrl.runtime.worker.functions import Functions
 from realrl.runtime.worker.roles import Roles
 from realrl.runtime.worker.store import Store
 from realrl.runtime.worker.trace import Trace
+from realrl.runtime.worker.trajectories import Trajectories, begin_trajectories, summarize_trajectories
 
 
 @dataclass(frozen=True)
@@ -122,17 +125,19 @@ class Worker:
         trace: Trace,
         tokenizer: Any = None,
         early_loads: Sequence[tuple[Program, EarlyLoads]] = (),
+        environments: Environments | None = None,
     ) -> None:
         """`stop_token_ids` end generation. `tokenizer` is passed to functions.
 
-        `early_loads`: loads that begin early, by program.
+        `early_loads`: loads that begin early, by program. `environments`: the environment of generate calls, if the
+        recipe has one.
         """
         self._process, self._roles, self._algorithm = process, roles, algorithm
         self._stop_token_ids, self._trace, self._tokenizer = stop_token_ids, trace, tokenizer
         self._exchange = Exchange(process)
         self._activity = process.activity
         self._functions = Functions(trace, process.activity)
-        self._early_loads = early_loads
+        self._early_loads, self._environments = early_loads, environments
         self._movers: dict[type[Instruction], Callable[..., None]] = {
             Reallocate: roles.reallocate,
             Release: roles.release,
@@ -298,11 +303,14 @@ class Worker:
         max_tokens = run.placement.strategy.micro_batch_tokens
         method = self._algorithm.method(call.name)
         if call.kind is Kind.GENERATE and not len(batch):
+            if call.has_metrics:
+                now.metrics[call.name] = Metrics()
             return
         if call.kind is Kind.GENERATE:
             assert isinstance(method, GenerateMethod)
             number = [other for other in store.graph.calls if other.kind is Kind.GENERATE].index(call)
             sampling = method.sampling_of(evaluation=step.evaluation)
+            turns = self._begin_trajectories(run, batch, sampling, now) if call.record_fields else None
             try:
                 batch = generate(
                     model,
@@ -317,9 +325,13 @@ class Worker:
                     after_step=now.after_pass,
                     record_experts=call.records_experts,
                     kept=None if step.evaluation else self._roles.kept_decoding(call.name),
+                    turns=turns,
                 )
             except NotFiniteLogitsError as error:
                 raise NotFiniteError(f"{call.name}: {_describe_logits(error, step)}") from None
+            if turns is not None and self._process.rank in run.placement.output_ranks:
+                batch = batch.with_fields(**turns.outputs(batch["finished"]))
+                now.metrics[call.name] = summarize_trajectories(batch)
             if model.shard.last:
                 given = batch[method.prompts]
                 groups = group_samples(batch.ids, given, store.samples)
@@ -345,6 +357,33 @@ class Worker:
             store.put(key, batch.ids, batch[key.removeprefix(call.prefix)])
         if now.watch is not None and len(batch) and self._process.rank in run.placement.output_ranks:
             now.watch.end_call(call, store)
+
+    def _begin_trajectories(
+        self, run: Run, batch: Batch, sampling: GenerationConfig, now: _Step
+    ) -> Trajectories:
+        """Begin the trajectories of a generate call in the recipe's environment."""
+        assert self._environments is not None, "the recipe has an environment"
+        step, samples = now.input, now.store.samples
+        records = []
+        for item in batch.ids:
+            record = {
+                name: values[item] for name, values in step.further.items() if self._environments.wants(name)
+            }
+            if self._environments.takes_seed:
+                # All samples of a prompt get the same seed.
+                seed = step.sampling_seed
+                prompt = (seed.first_sequence + item) // samples
+                record.setdefault(SEED, zlib.crc32(f"{seed.seed} {seed.step} {prompt}".encode()))
+            records.append(record)
+        return begin_trajectories(
+            self._environments,
+            run.placement,
+            self._process.rank,
+            records=records,
+            origins=[step.origins[item] if step.origins else "" for item in batch.ids],
+            new_tokens=sampling.max_new_tokens,
+            advance=now.advance,
+        )
 
     def _train(self, run: Run, call: Call, batch: Batch, now: _Step) -> Metrics:
         minibatches = now.store.assignment(call)[run.placement.item_index(self._process.rank)]

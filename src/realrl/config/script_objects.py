@@ -20,8 +20,9 @@ from typing import Any
 
 from realrl.config.errors import UserError
 from realrl.config.user_code import SCRIPT_MODULE
-from realrl.runtime.processes.environment import OBJECTS_VARIABLE
 
+OBJECTS_VARIABLE = "REALRL_OBJECTS"
+"""Environment variable with the path of the file that has the functions of a script."""
 CALLBACKS = "callbacks"
 """Name of the variable in `realrl_objects` that holds the callbacks of a run, on its ranks."""
 

@@ -1,0 +1,56 @@
+"""Turns of generation with an environment: a row ends a turn, waits for the environment, and goes on."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class TurnReply:
+    """What becomes of a row that waits for the environment.
+
+    The row gets `tokens`, which the model has not sampled, and goes on. If `done`, it is complete instead. If
+    `restart`, the row first loses everything after its prompt.
+    """
+
+    row: int
+    tokens: Sequence[int] = ()
+    done: bool = False
+    restart: bool = False
+
+
+class Turns(Protocol):
+    """The environment of a generate call, as each rank of a replica sees it.
+
+    Every rank calls the same methods in the same order. Only one rank talks to the environment; `collect` gives all
+    ranks the same replies.
+    """
+
+    turn_tokens: int | None
+    """Maximum tokens of a turn of the model; None for no limit."""
+
+    def submit(self, row: int, tokens: Sequence[int], *, cut: bool) -> None:
+        """Give the environment a turn of the model: its sampled tokens. `cut`: whether a limit ended the turn."""
+
+    def collect(self, *, idle: bool) -> Sequence[TurnReply]:
+        """Return the replies that have arrived. If `idle`, there is nothing else to do, so wait a moment for
+        one."""
+
+
+def encode_replies(replies: Sequence[TurnReply]) -> np.ndarray:
+    """Write replies as numbers, which `decode_replies` reads. [N] int64"""
+    numbers: list[int] = []
+    for reply in replies:
+        numbers += [reply.row, reply.done + 2 * reply.restart, len(reply.tokens), *reply.tokens]
+    return np.array(numbers, dtype=np.int64)
+
+
+def decode_replies(numbers: np.ndarray) -> Iterator[TurnReply]:
+    """Read replies from numbers. numbers: [N] int64"""
+    place, values = 0, numbers.tolist()
+    while place < len(values):
+        row, flags, count = values[place : place + 3]
+        place += 3 + count
+        yield TurnReply(row, values[place - count : place], bool(flags & 1), bool(flags & 2))

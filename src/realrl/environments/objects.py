@@ -1,0 +1,160 @@
+"""Objects of environments: how they are made, which methods the model may call, and how they answer."""
+
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from realrl.config.errors import UserError
+from realrl.config.user_code import UserCode, read_number, show
+from realrl.environments.reply import Message, Reply, WrongReplyError, read_observation, read_reply
+from realrl.environments.tool_calls import ToolCall, read_calls
+
+SETTING = "environment"
+_RESERVED = ("reset", "close", "get_reward")
+"""Public methods that are not tools."""
+
+Run = Callable[[Callable[[], Any]], Awaitable[Any]]
+"""Runs a method that may block, or that returns an awaitable, and gives its result."""
+
+
+class Factory:
+    """Makes the objects of an environment. The class or function that it calls is the user's."""
+
+    def __init__(self, reference: str, options: Mapping[str, Any]) -> None:
+        """Import the user's code. Raises UserError if it does not exist or cannot be imported."""
+        self._code = UserCode(SETTING, reference)
+        self.label = self._code.label
+        self._make = self._code.attribute(reference.rpartition(":")[2])
+        if not callable(self._make):
+            raise UserError(f"{self.label} is not a class or a function")
+        self._options = dict(options)
+
+    def make(self) -> Any:
+        """Make an object. Raises whatever the user's code raises."""
+        return self._make(**self._options)
+
+    def describe(self) -> dict[str, Any]:
+        """Make an object, and describe how to use it, as JSON values.
+
+        `tools`: schemas of the tools; None if the object has `step`. `fields`: columns of the records that `reset`
+        takes; None for all. Raises UserError if the object cannot be used.
+        """
+        with self._code.errors("raised:", function=self._make if inspect.isfunction(self._make) else None):
+            made = self.make()
+        reset, kind = getattr(made, "reset", None), type(made).__name__
+        if not callable(reset):
+            raise UserError(f"{self.label}: {kind} has no method reset")
+        parameters = inspect.signature(reset).parameters.values()
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        required = [p.name for p in parameters if p.name in named and p.default is p.empty]
+        tools = None
+        if not callable(getattr(made, "step", None)):
+            tools = [self._describe_tool(method) for method in _list_tools(made)]
+            if not tools:
+                raise UserError(f"{self.label}: {kind} has neither step nor public methods to call as tools")
+        return {"tools": tools, "fields": None if takes_all else named, "required": required}
+
+    def _describe_tool(self, method: Callable[..., Any]) -> dict[str, Any]:
+        from transformers.utils import get_json_schema
+
+        try:
+            schema: dict[str, Any] = get_json_schema(method)
+        except Exception as error:  # a docstring may be anything
+            raise UserError(
+                f"{self.label}: the method {method.__name__} cannot be offered as a tool: {error}; describe it and"
+                " each argument in its docstring, give types, or let its name begin with _"
+            ) from None
+        return schema
+
+
+def _list_tools(made: Any) -> list[Callable[..., Any]]:
+    """List the public methods of an object that are tools, in alphabetical order."""
+    members = inspect.getmembers(type(made), callable)
+    names = [name for name, _ in members if not name.startswith("_") and name not in _RESERVED]
+    return [getattr(made, name) for name in names]
+
+
+class Actor:
+    """An object of an environment, for one trajectory."""
+
+    def __init__(self, made: Any, run: Run, *, form: str, tools: list[dict[str, Any]] | None) -> None:
+        """`form` is the format of tool calls; `tools` are the schemas, None if the object has `step`."""
+        self._made, self._run, self._form, self._tools = made, run, form, tools
+        self._rewards: list[float] = []
+
+    async def start(self, record: Mapping[str, Any]) -> Reply:
+        """Call `reset`. Its result is the first observation."""
+        given = await self._run(lambda: self._made.reset(**record))
+        if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
+            given = given[0]  # as in Gymnasium: (observation, info)
+        elif hasattr(given, "observation"):
+            given = given.observation
+        return Reply(read_observation(given))
+
+    async def act(self, text: str) -> tuple[Reply, int]:
+        """Let the object answer a turn of the model. Returns the reply, and how many tool calls failed."""
+        if self._tools is not None:
+            return await self._call_tools(read_calls(text, self._form, self._tools))
+        reply = read_reply(await self._run(lambda: self._made.step(text)))
+        if reply.reward is not None:
+            self._rewards.append(reply.reward)
+        return reply, 0
+
+    async def _call_tools(self, calls: list[ToolCall]) -> tuple[Reply, int]:
+        """Call the tools. A turn without a call ends the trajectory."""
+        if not calls:
+            return Reply(done=True), 0
+        messages: list[Message] = []
+        failed = 0
+        for call in calls:
+            result, fine = await self._call(call)
+            failed += not fine
+            messages.append({"role": "tool", "name": call.name, "content": result})
+        return Reply(messages, done=bool(getattr(self._made, "done", False))), failed
+
+    async def _call(self, call: ToolCall) -> tuple[str, bool]:
+        """Call a tool. A mistake of the model, and an exception of the tool, become text for the model."""
+        known = {tool["function"]["name"] for tool in self._tools or ()}
+        if call.problem:
+            return f"error: {call.problem}", False
+        if call.name not in known:
+            return f"error: there is no tool {call.name!r}; the tools are {', '.join(sorted(known))}", False
+        try:
+            result = await self._run(lambda: getattr(self._made, call.name)(**call.arguments))
+        except Exception as error:
+            return f"error: {type(error).__name__}: {error}", False
+        return result if isinstance(result, str) else _write_json(result), True
+
+    async def measure(self) -> float | None:
+        """Return the reward of the trajectory, and close the object; None if the object gives none.
+
+        It is `get_reward()`, or else the sum of the rewards of `step`, or else the attribute `reward`.
+        """
+        made = self._made
+        value: Any = None
+        if callable(getattr(made, "get_reward", None)):
+            value = await self._run(made.get_reward)
+        elif self._rewards:
+            value = sum(self._rewards)
+        elif not callable(getattr(made, "reward", None)):
+            value = getattr(made, "reward", None)
+        await self.close()
+        if value is None:
+            return None
+        number = read_number(value)
+        if number is None:
+            raise WrongReplyError(f"the reward is {show(value)}; it must be a finite number or None")
+        return number
+
+    async def close(self) -> None:
+        if callable(getattr(self._made, "close", None)):
+            await self._run(self._made.close)
+
+
+def _write_json(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        return str(value)

@@ -1,0 +1,276 @@
+"""Pool of processes that hold the objects of an environment, and the requests to them.
+
+The user's code runs in other processes, so it cannot disturb the process of a rank: it may raise, hang, print, or
+end its process.
+"""
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from realrl.config.errors import UserError
+from realrl.config.script_objects import OBJECTS_VARIABLE, find_objects, pack_objects
+from realrl.config.user_code import name_function
+from realrl.environments.objects import SETTING
+from realrl.recipe.environment import EnvironmentConfig
+
+_START_SECONDS = 300.0
+"""Maximum seconds until a process has imported the user's code."""
+_CHARACTERS = 16
+"""Maximum characters of an observation that are kept, for each token of its limit."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a request has no answer. `own` is false if another trajectory of the same process is to blame."""
+
+    reason: str
+    trace: str = ""
+    own: bool = True
+
+
+Answer = Mapping[str, Any] | Failure
+
+
+@dataclass(eq=False)
+class _Request:
+    content: dict[str, Any]
+    answer: Callable[[Answer], None]
+    due: float = 0.0
+
+
+@dataclass(eq=False)
+class _Worker:
+    """A process of the pool, with the requests that wait for it and those that it works on."""
+
+    process: subprocess.Popen[str]
+    waiting: deque[_Request] = field(default_factory=deque)
+    running: dict[int, _Request] = field(default_factory=dict)
+    outbox: "queue.SimpleQueue[str | None]" = field(default_factory=queue.SimpleQueue)
+    """Lines for the process, and None at the end. A thread writes them, because a process that hangs reads none."""
+    ready: bool = False
+    due: float = 0.0
+    """When the process must have started."""
+    trajectories: set[int] = field(default_factory=set)
+
+
+class EnvironmentPool:
+    """Objects of an environment in processes of their own. Every trajectory has one object.
+
+    Answers arrive in a thread of the pool.
+    """
+
+    def __init__(self, config: EnvironmentConfig, form: str) -> None:
+        """`form` is the format of tool calls. Processes start with the first request to them."""
+        self._config, self._form = config, form
+        self.label = f"{SETTING}={name_function(config.factory)}"
+        self._lock = threading.RLock()
+        self._workers: list[_Worker | None] = [None] * config.workers
+        self._place: dict[int, int] = {}
+        """Number of the worker that holds the object of each trajectory."""
+        self._numbers = iter(range(1 << 62))
+        self._closed = threading.Event()
+        self._directory = tempfile.TemporaryDirectory(prefix="realrl-environment-")
+        self._described: dict[str, Any] | None = None
+        threading.Thread(target=self._watch, name="realrl-environments", daemon=True).start()
+
+    def describe(self) -> Mapping[str, Any]:
+        """Describe the objects, see `Factory.describe`. Raises UserError if they cannot be used."""
+        if self._described is None:
+            answers: queue.Queue[Answer] = queue.Queue()
+            with self._lock:
+                self._ask(0, {"do": "describe"}, answers.put)
+            answer = answers.get()
+            if isinstance(answer, Failure):
+                reason = answer.reason
+                raise UserError(reason if reason.startswith(self.label) else f"{self.label} {reason}")
+            self._described = answer["described"]
+        assert self._described is not None
+        return self._described
+
+    def reset(self, trajectory: int, record: Mapping[str, Any], answer: Callable[[Answer], None]) -> None:
+        """Make an object for a trajectory, and start it with the fields of a record."""
+        with self._lock:
+            loads = [len(worker.trajectories) if worker else 0 for worker in self._workers]
+            number = loads.index(min(loads))
+            self._place[trajectory] = number
+            assert self._described is not None, "described before the first trajectory"
+            request = {
+                "do": "reset",
+                "trajectory": trajectory,
+                "record": dict(record),
+                "tools": self._described["tools"],
+            }
+            self._ask(number, request, answer)
+            worker = self._workers[number]
+            assert worker is not None
+            worker.trajectories.add(trajectory)
+
+    def act(self, trajectory: int, text: str, last: bool, answer: Callable[[Answer], None]) -> None:
+        """Let the object of a trajectory answer a turn. `last`: whether the trajectory ends with this turn."""
+        self._ask_object(trajectory, {"do": "act", "text": text, "last": last}, answer)
+
+    def end(self, trajectory: int, answer: Callable[[Answer], None]) -> None:
+        """End a trajectory after its last reply, and ask for its reward."""
+        self._ask_object(trajectory, {"do": "end"}, answer)
+
+    def _ask_object(self, trajectory: int, content: dict[str, Any], answer: Callable[[Answer], None]) -> None:
+        with self._lock:
+            number = self._place[trajectory]
+            worker = self._workers[number]
+            if worker is None or trajectory not in worker.trajectories:
+                answer(Failure("lost its process to another trajectory", own=False))
+                return
+            self._ask(number, {**content, "trajectory": trajectory}, answer)
+
+    def close_trajectory(self, trajectory: int) -> None:
+        """Forget a trajectory, and let its process close the object if it still exists."""
+        with self._lock:
+            number = self._place.pop(trajectory, None)
+            worker = None if number is None else self._workers[number]
+            if worker is not None and trajectory in worker.trajectories:
+                worker.trajectories.discard(trajectory)
+                assert number is not None
+                self._ask(number, {"do": "close", "trajectory": trajectory}, lambda _: None)
+
+    def forget(self, trajectory: int) -> None:
+        """Forget a trajectory whose object has ended by itself."""
+        with self._lock:
+            number = self._place.pop(trajectory, None)
+            worker = None if number is None else self._workers[number]
+            if worker is not None:
+                worker.trajectories.discard(trajectory)
+
+    def close(self) -> None:
+        """Kill all processes."""
+        self._closed.set()
+        with self._lock:
+            for worker in self._workers:
+                if worker is not None:
+                    worker.outbox.put(None)
+                    worker.process.kill()
+                    worker.process.wait()
+            self._workers = [None] * len(self._workers)
+        self._directory.cleanup()
+
+    def _ask(self, number: int, content: dict[str, Any], answer: Callable[[Answer], None]) -> None:
+        worker = self._workers[number]
+        if worker is None or worker.process.poll() is not None:
+            if worker is not None:
+                self._lose(number, worker, f"ended its process (status {worker.process.returncode})")
+            worker = self._workers[number] = self._start(number)
+        worker.waiting.append(_Request({"id": next(self._numbers), **content}, answer))
+        self._dispatch(number, worker)
+
+    def _start(self, number: int) -> _Worker:
+        """Start a process. Its first line of input says which code to import."""
+        environment = dict(os.environ)
+        if OBJECTS_VARIABLE not in environment and (objects := find_objects(self._config.factory)):
+            file = Path(self._directory.name, "objects")
+            file.write_bytes(pack_objects(objects))
+            environment[OBJECTS_VARIABLE] = str(file)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "realrl.environments.process"],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        worker = _Worker(process, due=time.monotonic() + _START_SECONDS)
+        start = {
+            "path": sys.path,
+            "reference": self._config.factory,
+            "options": self._config.options,
+            "threads": self._config.threads,
+            "form": self._form,
+            "longest": _CHARACTERS * self._config.max_observation_tokens,
+        }
+        worker.outbox.put(json.dumps(start))
+        for target in (self._read, self._send):
+            threading.Thread(
+                target=target, args=(number, worker), name="realrl-environments", daemon=True
+            ).start()
+        return worker
+
+    def _dispatch(self, number: int, worker: _Worker) -> None:
+        """Send waiting requests while the process has free threads. Their time limit begins now."""
+        while worker.ready and worker.waiting and len(worker.running) < self._config.threads:
+            request = worker.waiting.popleft()
+            request.due = time.monotonic() + self._config.timeout
+            worker.running[request.content["id"]] = request
+            worker.outbox.put(json.dumps(request.content))
+
+    def _send(self, number: int, worker: _Worker) -> None:
+        """Write the lines of the outbox to a process."""
+        assert worker.process.stdin is not None
+        # If the process has ended, its reader notices.
+        with suppress(OSError):
+            while (line := worker.outbox.get()) is not None:
+                print(line, file=worker.process.stdin, flush=True)
+
+    def _read(self, number: int, worker: _Worker) -> None:
+        """Read the answers of a process until it ends."""
+        assert worker.process.stdout is not None
+        for line in worker.process.stdout:
+            answer = json.loads(line)
+            with self._lock:
+                if answer["id"] == -1:
+                    if "error" in answer:
+                        self._lose(number, worker, answer["error"])
+                        return
+                    worker.ready = True
+                    request = None
+                else:
+                    request = worker.running.pop(answer["id"], None)
+                self._dispatch(number, worker)
+            if request is not None:
+                failed = "error" in answer
+                request.answer(Failure(answer["error"], answer.get("trace", "")) if failed else answer)
+        status = worker.process.wait()
+        with self._lock:
+            self._lose(number, worker, f"ended its process (status {status})")
+
+    def _lose(self, number: int, worker: _Worker, reason: str, late: Collection[_Request] = ()) -> None:
+        """Give up a process. All of its requests and trajectories fail.
+
+        `late`: the requests that are to blame; if there are none, any that runs may be.
+        """
+        if self._workers[number] is worker:
+            self._workers[number] = None
+        running, waiting = list(worker.running.values()), list(worker.waiting)
+        ready = worker.ready
+        worker.running.clear()
+        worker.waiting.clear()
+        worker.trajectories.clear()
+        worker.outbox.put(None)
+        worker.process.kill()
+        for request in (*running, *waiting):
+            own = not ready or request in (late or running)
+            request.answer(Failure(reason if own else "lost its process to another trajectory", own=own))
+
+    def _watch(self) -> None:
+        """Kill processes with a call that exceeds its time limit."""
+        while not self._closed.wait(0.05):
+            now = time.monotonic()
+            with self._lock:
+                for number, worker in enumerate(self._workers):
+                    if worker is None:
+                        continue
+                    if not worker.ready and now > worker.due:
+                        self._lose(number, worker, f"was not imported within {_START_SECONDS:g} s")
+                    elif late := [request for request in worker.running.values() if request.due < now]:
+                        limit = self._config.timeout
+                        reason = f"did not answer within {limit:g} s (environment.timeout)"
+                        self._lose(number, worker, reason, late)

@@ -1,0 +1,118 @@
+"""The environment of a recipe on one rank: the pool of its objects, and the texts of its turns."""
+
+import itertools
+import sys
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from realrl.config.errors import UserError
+from realrl.data.turn_template import TurnTemplate
+from realrl.dataflow.call import Kind
+from realrl.environments.pool import EnvironmentPool
+from realrl.environments.tool_calls import find_format
+from realrl.recipe.environment import EnvironmentConfig
+from realrl.runtime.prepare.job import Job
+from realrl.runtime.processes.process import Process
+
+SEED = "seed"
+"""Argument of `reset` that gets a number made from the run's seed, the step and the prompt, unless the records have
+this column."""
+
+
+class Environments:
+    """The environment of a recipe on one rank. Only a rank that leads a replica of a generate call has objects."""
+
+    def __init__(
+        self,
+        job: Job,
+        process: Process,
+        tokenizer: Any,
+        stop_token_ids: Sequence[int],
+    ) -> None:
+        """Start the environment. Raises UserError if it cannot be used."""
+        experiment = job.experiment
+        assert experiment.environment_config is not None, "the recipe has an environment"
+        self.config: EnvironmentConfig = experiment.environment_config
+        self.control = process.control
+        form: str = self.config.tool_format
+        if form == "auto":
+            form = find_format(tokenizer.chat_template or "") or "auto"
+        self.pool = EnvironmentPool(self.config, form)
+        try:
+            # Every rank asks its own process, because a failure on one rank must not let the others wait.
+            self._description = self.pool.describe()
+            tools = self._description["tools"]
+            if tools is not None and form == "auto":
+                raise UserError(
+                    f"{self.label}: the chat template of {tokenizer.name_or_path} has no known format of tool"
+                    " calls; set environment.tool_format"
+                )
+            self.template = TurnTemplate(
+                tokenizer,
+                experiment.data.chat_template_kwargs,
+                tools=tools,
+                stop_token_ids=stop_token_ids,
+                longest=self.config.max_observation_tokens,
+                earlier_turns=self.config.earlier_turns,
+            )
+        except UserError:
+            self.close()
+            raise
+        self._leads = any(
+            process.rank in phase.plan[call.name].output_ranks
+            for phase in job.phases.values()
+            for call in phase.graph.calls
+            if call.kind is Kind.GENERATE
+        )
+        if not self._leads:
+            self.close()
+        self._numbers = itertools.count()
+        self._noted = False
+
+    def close(self) -> None:
+        """End the processes that hold objects."""
+        self.pool.close()
+
+    @property
+    def label(self) -> str:
+        return self.pool.label
+
+    def wants(self, name: str) -> bool:
+        """Return whether `reset` takes the column `name` of the records."""
+        fields = self._description["fields"]
+        return self._leads and (fields is None or name in fields)
+
+    def check_fields(self, source: str, fields: Collection[str]) -> None:
+        """Check that the records of a source have the columns that `reset` needs. Raises UserError if not."""
+        missing = [name for name in self._description["required"] if name not in (*fields, SEED)]
+        if missing:
+            raise UserError(
+                f"{self.label}: reset needs {missing[0]!r}, which no record of {source} has;"
+                f" data.columns={{FIELD: {missing[0]}}} renames a field"
+            )
+
+    @property
+    def takes_seed(self) -> bool:
+        """Whether `reset` names the argument `seed`."""
+        return SEED in (self._description["fields"] or ())
+
+    def new_number(self) -> int:
+        """Return a number for a new object."""
+        return next(self._numbers)
+
+    def note_failure(self, message: str) -> None:
+        """Print a note about the first trajectory that is given up."""
+        if not self._noted:
+            self._noted = True
+            print(
+                f"note: {message} (on_error=skip; later ones are only counted)", file=sys.stderr, flush=True
+            )
+
+
+def open_environments(
+    job: Job, process: Process, tokenizer: Any, stop_token_ids: Sequence[int]
+) -> Environments | None:
+    """Start the environment of a recipe; None if it has none. Raises UserError if it cannot be used."""
+    if job.experiment.environment_config is None:
+        return None
+    return Environments(job, process, tokenizer, stop_token_ids)
