@@ -239,6 +239,18 @@ class PPO(Algorithm):
         data: Any = ...,
         eval_data: Any = ...,
         callbacks: Any = ...,
+        factory: str = ...,
+        options: Any = ...,
+        max_turns: int | None = ...,
+        max_turn_tokens: int | None = ...,
+        max_observation_tokens: int = ...,
+        tool_format: Literal['auto', 'hermes', 'llama3', 'mistral', 'gpt_oss'] = ...,
+        earlier_turns: Literal['refuse', 'keep'] = ...,
+        workers: int = ...,
+        threads: int = ...,
+        timeout: float = ...,
+        retries: int = ...,
+        on_error: Literal['fail', 'skip'] = ...,
         ref_ema: float | None = ...,
         ref_every: int | None = ...,
         kl: Mapping[str, Any] = ...,
@@ -284,6 +296,18 @@ class PPO(Algorithm):
         data: records: files, a name of a data set, a Dataset, a data frame or a list of records
         eval_data: records for evaluations, likewise
         callbacks: functions of a Step, or objects with on_step or on_evaluation
+        factory: `FILE.py:CLASS` or `package.module:CLASS`: a class, or a function that returns an object
+        options: Keyword arguments of `factory`
+        max_turns: Maximum turns of the model in a trajectory; null for no limit
+        max_turn_tokens: Maximum tokens of one turn of the model
+        max_observation_tokens: Maximum tokens of the text that the environment adds after a turn
+        tool_format: How the model writes tool calls
+        earlier_turns: What to do if the chat template writes earlier turns differently once others follow, for example without their reasoning
+        workers: Processes that hold the objects, for each data-parallel rank that generates
+        threads: Maximum calls of objects that run at the same time in one of these processes
+        timeout: Maximum seconds of one call of an object
+        retries: How often a failed trajectory starts again from `reset`
+        on_error: If a trajectory still fails
         ref_ema: After each step, move the reference this fraction of the way to the actor
         ref_every: Move the reference only once in this many steps
         gamma: Discount per token
@@ -333,6 +357,18 @@ class GRPO(Algorithm):
         data: Any = ...,
         eval_data: Any = ...,
         callbacks: Any = ...,
+        factory: str = ...,
+        options: Any = ...,
+        max_turns: int | None = ...,
+        max_turn_tokens: int | None = ...,
+        max_observation_tokens: int = ...,
+        tool_format: Literal['auto', 'hermes', 'llama3', 'mistral', 'gpt_oss'] = ...,
+        earlier_turns: Literal['refuse', 'keep'] = ...,
+        workers: int = ...,
+        threads: int = ...,
+        timeout: float = ...,
+        retries: int = ...,
+        on_error: Literal['fail', 'skip'] = ...,
         ref_ema: float | None = ...,
         ref_every: int | None = ...,
         samples: int = ...,
@@ -379,6 +415,18 @@ class GRPO(Algorithm):
         data: records: files, a name of a data set, a Dataset, a data frame or a list of records
         eval_data: records for evaluations, likewise
         callbacks: functions of a Step, or objects with on_step or on_evaluation
+        factory: `FILE.py:CLASS` or `package.module:CLASS`: a class, or a function that returns an object
+        options: Keyword arguments of `factory`
+        max_turns: Maximum turns of the model in a trajectory; null for no limit
+        max_turn_tokens: Maximum tokens of one turn of the model
+        max_observation_tokens: Maximum tokens of the text that the environment adds after a turn
+        tool_format: How the model writes tool calls
+        earlier_turns: What to do if the chat template writes earlier turns differently once others follow, for example without their reasoning
+        workers: Processes that hold the objects, for each data-parallel rank that generates
+        threads: Maximum calls of objects that run at the same time in one of these processes
+        timeout: Maximum seconds of one call of an object
+        retries: How often a failed trajectory starts again from `reset`
+        on_error: If a trajectory still fails
         ref_ema: After each step, move the reference this fraction of the way to the actor
         ref_every: Move the reference only once in this many steps
         samples: Answers sampled for each prompt
@@ -430,6 +478,18 @@ class DrGRPO(Algorithm):
         data: Any = ...,
         eval_data: Any = ...,
         callbacks: Any = ...,
+        factory: str = ...,
+        options: Any = ...,
+        max_turns: int | None = ...,
+        max_turn_tokens: int | None = ...,
+        max_observation_tokens: int = ...,
+        tool_format: Literal['auto', 'hermes', 'llama3', 'mistral', 'gpt_oss'] = ...,
+        earlier_turns: Literal['refuse', 'keep'] = ...,
+        workers: int = ...,
+        threads: int = ...,
+        timeout: float = ...,
+        retries: int = ...,
+        on_error: Literal['fail', 'skip'] = ...,
         ref_ema: float | None = ...,
         ref_every: int | None = ...,
         samples: int = ...,
@@ -476,6 +536,18 @@ class DrGRPO(Algorithm):
         data: records: files, a name of a data set, a Dataset, a data frame or a list of records
         eval_data: records for evaluations, likewise
         callbacks: functions of a Step, or objects with on_step or on_evaluation
+        factory: `FILE.py:CLASS` or `package.module:CLASS`: a class, or a function that returns an object
+        options: Keyword arguments of `factory`
+        max_turns: Maximum turns of the model in a trajectory; null for no limit
+        max_turn_tokens: Maximum tokens of one turn of the model
+        max_observation_tokens: Maximum tokens of the text that the environment adds after a turn
+        tool_format: How the model writes tool calls
+        earlier_turns: What to do if the chat template writes earlier turns differently once others follow, for example without their reasoning
+        workers: Processes that hold the objects, for each data-parallel rank that generates
+        threads: Maximum calls of objects that run at the same time in one of these processes
+        timeout: Maximum seconds of one call of an object
+        retries: How often a failed trajectory starts again from `reset`
+        on_error: If a trajectory still fails
         ref_ema: After each step, move the reference this fraction of the way to the actor
         ref_every: Move the reference only once in this many steps
         samples: Answers sampled for each prompt
@@ -527,6 +599,18 @@ class DAPO(Algorithm):
         data: Any = ...,
         eval_data: Any = ...,
         callbacks: Any = ...,
+        factory: str = ...,
+        options: Any = ...,
+        max_turns: int | None = ...,
+        max_turn_tokens: int | None = ...,
+        max_observation_tokens: int = ...,
+        tool_format: Literal['auto', 'hermes', 'llama3', 'mistral', 'gpt_oss'] = ...,
+        earlier_turns: Literal['refuse', 'keep'] = ...,
+        workers: int = ...,
+        threads: int = ...,
+        timeout: float = ...,
+        retries: int = ...,
+        on_error: Literal['fail', 'skip'] = ...,
         ref_ema: float | None = ...,
         ref_every: int | None = ...,
         samples: int = ...,
@@ -573,6 +657,18 @@ class DAPO(Algorithm):
         data: records: files, a name of a data set, a Dataset, a data frame or a list of records
         eval_data: records for evaluations, likewise
         callbacks: functions of a Step, or objects with on_step or on_evaluation
+        factory: `FILE.py:CLASS` or `package.module:CLASS`: a class, or a function that returns an object
+        options: Keyword arguments of `factory`
+        max_turns: Maximum turns of the model in a trajectory; null for no limit
+        max_turn_tokens: Maximum tokens of one turn of the model
+        max_observation_tokens: Maximum tokens of the text that the environment adds after a turn
+        tool_format: How the model writes tool calls
+        earlier_turns: What to do if the chat template writes earlier turns differently once others follow, for example without their reasoning
+        workers: Processes that hold the objects, for each data-parallel rank that generates
+        threads: Maximum calls of objects that run at the same time in one of these processes
+        timeout: Maximum seconds of one call of an object
+        retries: How often a failed trajectory starts again from `reset`
+        on_error: If a trajectory still fails
         ref_ema: After each step, move the reference this fraction of the way to the actor
         ref_every: Move the reference only once in this many steps
         samples: Answers sampled for each prompt
@@ -624,6 +720,18 @@ class GSPO(Algorithm):
         data: Any = ...,
         eval_data: Any = ...,
         callbacks: Any = ...,
+        factory: str = ...,
+        options: Any = ...,
+        max_turns: int | None = ...,
+        max_turn_tokens: int | None = ...,
+        max_observation_tokens: int = ...,
+        tool_format: Literal['auto', 'hermes', 'llama3', 'mistral', 'gpt_oss'] = ...,
+        earlier_turns: Literal['refuse', 'keep'] = ...,
+        workers: int = ...,
+        threads: int = ...,
+        timeout: float = ...,
+        retries: int = ...,
+        on_error: Literal['fail', 'skip'] = ...,
         ref_ema: float | None = ...,
         ref_every: int | None = ...,
         samples: int = ...,
@@ -670,6 +778,18 @@ class GSPO(Algorithm):
         data: records: files, a name of a data set, a Dataset, a data frame or a list of records
         eval_data: records for evaluations, likewise
         callbacks: functions of a Step, or objects with on_step or on_evaluation
+        factory: `FILE.py:CLASS` or `package.module:CLASS`: a class, or a function that returns an object
+        options: Keyword arguments of `factory`
+        max_turns: Maximum turns of the model in a trajectory; null for no limit
+        max_turn_tokens: Maximum tokens of one turn of the model
+        max_observation_tokens: Maximum tokens of the text that the environment adds after a turn
+        tool_format: How the model writes tool calls
+        earlier_turns: What to do if the chat template writes earlier turns differently once others follow, for example without their reasoning
+        workers: Processes that hold the objects, for each data-parallel rank that generates
+        threads: Maximum calls of objects that run at the same time in one of these processes
+        timeout: Maximum seconds of one call of an object
+        retries: How often a failed trajectory starts again from `reset`
+        on_error: If a trajectory still fails
         ref_ema: After each step, move the reference this fraction of the way to the actor
         ref_every: Move the reference only once in this many steps
         samples: Answers sampled for each prompt
@@ -721,6 +841,18 @@ class RLOO(Algorithm):
         data: Any = ...,
         eval_data: Any = ...,
         callbacks: Any = ...,
+        factory: str = ...,
+        options: Any = ...,
+        max_turns: int | None = ...,
+        max_turn_tokens: int | None = ...,
+        max_observation_tokens: int = ...,
+        tool_format: Literal['auto', 'hermes', 'llama3', 'mistral', 'gpt_oss'] = ...,
+        earlier_turns: Literal['refuse', 'keep'] = ...,
+        workers: int = ...,
+        threads: int = ...,
+        timeout: float = ...,
+        retries: int = ...,
+        on_error: Literal['fail', 'skip'] = ...,
         ref_ema: float | None = ...,
         ref_every: int | None = ...,
         samples: int = ...,
@@ -767,6 +899,18 @@ class RLOO(Algorithm):
         data: records: files, a name of a data set, a Dataset, a data frame or a list of records
         eval_data: records for evaluations, likewise
         callbacks: functions of a Step, or objects with on_step or on_evaluation
+        factory: `FILE.py:CLASS` or `package.module:CLASS`: a class, or a function that returns an object
+        options: Keyword arguments of `factory`
+        max_turns: Maximum turns of the model in a trajectory; null for no limit
+        max_turn_tokens: Maximum tokens of one turn of the model
+        max_observation_tokens: Maximum tokens of the text that the environment adds after a turn
+        tool_format: How the model writes tool calls
+        earlier_turns: What to do if the chat template writes earlier turns differently once others follow, for example without their reasoning
+        workers: Processes that hold the objects, for each data-parallel rank that generates
+        threads: Maximum calls of objects that run at the same time in one of these processes
+        timeout: Maximum seconds of one call of an object
+        retries: How often a failed trajectory starts again from `reset`
+        on_error: If a trajectory still fails
         ref_ema: After each step, move the reference this fraction of the way to the actor
         ref_every: Move the reference only once in this many steps
         samples: Answers sampled for each prompt
@@ -818,6 +962,18 @@ class ReinforcePP(Algorithm):
         data: Any = ...,
         eval_data: Any = ...,
         callbacks: Any = ...,
+        factory: str = ...,
+        options: Any = ...,
+        max_turns: int | None = ...,
+        max_turn_tokens: int | None = ...,
+        max_observation_tokens: int = ...,
+        tool_format: Literal['auto', 'hermes', 'llama3', 'mistral', 'gpt_oss'] = ...,
+        earlier_turns: Literal['refuse', 'keep'] = ...,
+        workers: int = ...,
+        threads: int = ...,
+        timeout: float = ...,
+        retries: int = ...,
+        on_error: Literal['fail', 'skip'] = ...,
         ref_ema: float | None = ...,
         ref_every: int | None = ...,
         samples: int = ...,
@@ -864,6 +1020,18 @@ class ReinforcePP(Algorithm):
         data: records: files, a name of a data set, a Dataset, a data frame or a list of records
         eval_data: records for evaluations, likewise
         callbacks: functions of a Step, or objects with on_step or on_evaluation
+        factory: `FILE.py:CLASS` or `package.module:CLASS`: a class, or a function that returns an object
+        options: Keyword arguments of `factory`
+        max_turns: Maximum turns of the model in a trajectory; null for no limit
+        max_turn_tokens: Maximum tokens of one turn of the model
+        max_observation_tokens: Maximum tokens of the text that the environment adds after a turn
+        tool_format: How the model writes tool calls
+        earlier_turns: What to do if the chat template writes earlier turns differently once others follow, for example without their reasoning
+        workers: Processes that hold the objects, for each data-parallel rank that generates
+        threads: Maximum calls of objects that run at the same time in one of these processes
+        timeout: Maximum seconds of one call of an object
+        retries: How often a failed trajectory starts again from `reset`
+        on_error: If a trajectory still fails
         ref_ema: After each step, move the reference this fraction of the way to the actor
         ref_every: Move the reference only once in this many steps
         samples: Answers sampled for each prompt
@@ -915,6 +1083,18 @@ class ReinforcePPBaseline(Algorithm):
         data: Any = ...,
         eval_data: Any = ...,
         callbacks: Any = ...,
+        factory: str = ...,
+        options: Any = ...,
+        max_turns: int | None = ...,
+        max_turn_tokens: int | None = ...,
+        max_observation_tokens: int = ...,
+        tool_format: Literal['auto', 'hermes', 'llama3', 'mistral', 'gpt_oss'] = ...,
+        earlier_turns: Literal['refuse', 'keep'] = ...,
+        workers: int = ...,
+        threads: int = ...,
+        timeout: float = ...,
+        retries: int = ...,
+        on_error: Literal['fail', 'skip'] = ...,
         ref_ema: float | None = ...,
         ref_every: int | None = ...,
         samples: int = ...,
@@ -961,6 +1141,18 @@ class ReinforcePPBaseline(Algorithm):
         data: records: files, a name of a data set, a Dataset, a data frame or a list of records
         eval_data: records for evaluations, likewise
         callbacks: functions of a Step, or objects with on_step or on_evaluation
+        factory: `FILE.py:CLASS` or `package.module:CLASS`: a class, or a function that returns an object
+        options: Keyword arguments of `factory`
+        max_turns: Maximum turns of the model in a trajectory; null for no limit
+        max_turn_tokens: Maximum tokens of one turn of the model
+        max_observation_tokens: Maximum tokens of the text that the environment adds after a turn
+        tool_format: How the model writes tool calls
+        earlier_turns: What to do if the chat template writes earlier turns differently once others follow, for example without their reasoning
+        workers: Processes that hold the objects, for each data-parallel rank that generates
+        threads: Maximum calls of objects that run at the same time in one of these processes
+        timeout: Maximum seconds of one call of an object
+        retries: How often a failed trajectory starts again from `reset`
+        on_error: If a trajectory still fails
         ref_ema: After each step, move the reference this fraction of the way to the actor
         ref_every: Move the reference only once in this many steps
         samples: Answers sampled for each prompt
@@ -1012,6 +1204,18 @@ class ReMax(Algorithm):
         data: Any = ...,
         eval_data: Any = ...,
         callbacks: Any = ...,
+        factory: str = ...,
+        options: Any = ...,
+        max_turns: int | None = ...,
+        max_turn_tokens: int | None = ...,
+        max_observation_tokens: int = ...,
+        tool_format: Literal['auto', 'hermes', 'llama3', 'mistral', 'gpt_oss'] = ...,
+        earlier_turns: Literal['refuse', 'keep'] = ...,
+        workers: int = ...,
+        threads: int = ...,
+        timeout: float = ...,
+        retries: int = ...,
+        on_error: Literal['fail', 'skip'] = ...,
         ref_ema: float | None = ...,
         ref_every: int | None = ...,
         samples: int = ...,
@@ -1058,6 +1262,18 @@ class ReMax(Algorithm):
         data: records: files, a name of a data set, a Dataset, a data frame or a list of records
         eval_data: records for evaluations, likewise
         callbacks: functions of a Step, or objects with on_step or on_evaluation
+        factory: `FILE.py:CLASS` or `package.module:CLASS`: a class, or a function that returns an object
+        options: Keyword arguments of `factory`
+        max_turns: Maximum turns of the model in a trajectory; null for no limit
+        max_turn_tokens: Maximum tokens of one turn of the model
+        max_observation_tokens: Maximum tokens of the text that the environment adds after a turn
+        tool_format: How the model writes tool calls
+        earlier_turns: What to do if the chat template writes earlier turns differently once others follow, for example without their reasoning
+        workers: Processes that hold the objects, for each data-parallel rank that generates
+        threads: Maximum calls of objects that run at the same time in one of these processes
+        timeout: Maximum seconds of one call of an object
+        retries: How often a failed trajectory starts again from `reset`
+        on_error: If a trajectory still fails
         ref_ema: After each step, move the reference this fraction of the way to the actor
         ref_every: Move the reference only once in this many steps
         samples: Answers sampled for each prompt
@@ -1455,6 +1671,18 @@ class ExpertIteration(Algorithm):
         data: Any = ...,
         eval_data: Any = ...,
         callbacks: Any = ...,
+        factory: str = ...,
+        options: Any = ...,
+        max_turns: int | None = ...,
+        max_turn_tokens: int | None = ...,
+        max_observation_tokens: int = ...,
+        tool_format: Literal['auto', 'hermes', 'llama3', 'mistral', 'gpt_oss'] = ...,
+        earlier_turns: Literal['refuse', 'keep'] = ...,
+        workers: int = ...,
+        threads: int = ...,
+        timeout: float = ...,
+        retries: int = ...,
+        on_error: Literal['fail', 'skip'] = ...,
         samples: int = ...,
         keep: int | None = ...,
         threshold: float | None = ...,
@@ -1487,6 +1715,18 @@ class ExpertIteration(Algorithm):
         data: records: files, a name of a data set, a Dataset, a data frame or a list of records
         eval_data: records for evaluations, likewise
         callbacks: functions of a Step, or objects with on_step or on_evaluation
+        factory: `FILE.py:CLASS` or `package.module:CLASS`: a class, or a function that returns an object
+        options: Keyword arguments of `factory`
+        max_turns: Maximum turns of the model in a trajectory; null for no limit
+        max_turn_tokens: Maximum tokens of one turn of the model
+        max_observation_tokens: Maximum tokens of the text that the environment adds after a turn
+        tool_format: How the model writes tool calls
+        earlier_turns: What to do if the chat template writes earlier turns differently once others follow, for example without their reasoning
+        workers: Processes that hold the objects, for each data-parallel rank that generates
+        threads: Maximum calls of objects that run at the same time in one of these processes
+        timeout: Maximum seconds of one call of an object
+        retries: How often a failed trajectory starts again from `reset`
+        on_error: If a trajectory still fails
         samples: Answers sampled for each prompt
         keep: Learn at most this many answers of each group: the answers with the highest scores
         threshold: Learn only answers with at least this score; null for no limit

@@ -180,7 +180,10 @@ def test_a_function_has_edges_of_data_and_no_role() -> None:
         ({"function": None}, "a function has a reference, no other call has one"),
         ({"kind": Kind.INFERENCE}, "a function has no role, every other call has one"),
         ({"kind": Kind.INFERENCE, "role": "r"}, "a function has a reference, no other call has one"),
-        ({"kind": Kind.INFERENCE, "role": "r", "function": None}, "only functions see the fields of records"),
+        (
+            {"kind": Kind.INFERENCE, "role": "r", "function": None},
+            "only functions and environments of generation see the fields",
+        ),
         ({"minibatches": 2}, "only training has mini-batches"),
     ],
 )

@@ -24,7 +24,8 @@ def read_arguments(spec: AlgorithmSpec, reference: str, arguments: Mapping[str, 
 
     A name is a role (`model`, `ref`, `critic`, `reward_model`), a part of the data (`data`, `eval_data`), a setting
     at the top of recipes or, if that is unambiguous, below it (`samples`, `max_new_tokens`), a path in quotes
-    (`**{"data.batch": 8}`), or another tool's name (docs/recipes.md). `tokenizer` and `judge` take objects, too.
+    (`**{"data.batch": 8}`), or another tool's name (docs/recipes.md). `tokenizer`, `judge` and `environment` take
+    objects, too.
     """
     main = next(iter(spec.roles))
     settings: dict[str, Any] = {"algorithm": reference}
@@ -38,6 +39,8 @@ def read_arguments(spec: AlgorithmSpec, reference: str, arguments: Mapping[str, 
             changes += _read_data(value, "eval")
         elif (name == "reward" and "reward" in spec.recipe.model_fields) or name == "reward_funcs":
             changes.append(("reward", _read_reward(value)))
+        elif name in ("environment", "environment_factory"):
+            changes.append(("environment", _read_environment(value)))
         elif name == "judge":
             changes.append(("evaluation.judge", add_function(name, value) if callable(value) else value))
         elif name == "tokenizer":
@@ -90,6 +93,15 @@ def _read_reward(value: Any) -> Any:
         return {name: _read_term(term) for name, term in functions.items()}
     if isinstance(value, Mapping) and any(callable(_of_pair(term)) for term in value.values()):
         return {name: _read_term(term) for name, term in value.items()}
+    return value
+
+
+def _read_environment(value: Any) -> Any:
+    """Read an environment: as in a recipe, a class, or a section whose `factory` is a class."""
+    if callable(value):
+        return add_function("environment", value)
+    if isinstance(value, Mapping) and callable(value.get("factory")):
+        return {**value, "factory": add_function("environment", value["factory"])}
     return value
 
 

@@ -217,6 +217,7 @@ OTHER_NAMES: Mapping[str, OtherName] = MappingProxyType(
         "critic_pretrain": _same("models.critic.path"),
         "teacher_model_name_or_path": _same("models.teacher.path"),
         "reward_funcs": _same("reward"),
+        "environment_factory": _same("environment"),
         "reward_function": _same("reward"),
         "custom_reward_function": _name("reward"),
         "reward_weights": _name("reward", about="Each term of a mixture has its own `weight`."),

@@ -109,7 +109,7 @@ class TrainingRun:
             f"models.{role}: {text}" for role in self.trained for text in self._saving_notes(role)
         ]
         functions = load_functions(algorithm, job.phases.values(), process.rank)
-        self.environments = open_environments(job, process, self.tokenizer, self.stop_token_ids)
+        self.environments = open_environments(job, process.rank, self.tokenizer, self.stop_token_ids)
         loader = RecordLoader(
             experiment, self.tokenizer, self.stop_token_ids, functions, environments=self.environments
         )

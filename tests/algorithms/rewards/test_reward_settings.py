@@ -72,9 +72,9 @@ MISTAKES = [
     ({}, "{} is not a reward; give FILE.py:FUNCTION"),
     (3, "reward: 3 is not a reward; give FILE.py:FUNCTION"),
     ({"a": 3}, "reward: a: 3 is not a reward; give FILE.py:FUNCTION or a section of keys"),
-    ({"weight": 1.0}, "reward: a reward is one of function, verifier, http, model; none is given"),
-    ({**EXACT, "function": "os:abs"}, "reward: a reward is one of function, verifier, http, model; function and"
-     " verifier are given"),
+    ({"weight": 1.0}, "reward: a reward is one of function, verifier, http, model, environment; none is given"),
+    ({**EXACT, "function": "os:abs"}, "reward: a reward is one of function, verifier, http, model, environment;"
+     " function and verifier are given"),
     ({**EXACT, "wieght": 1.0}, "reward: wieght: unknown key; did you mean weight?"),
     ({"a": {**EXACT, "wieght": 1.0}}, "reward: a.wieght: unknown key; did you mean weight?"),
     ({"a": "no_module:f"}, "reward: a=no_module:f: there is no module no_module"),

@@ -69,7 +69,7 @@ class EvaluationRun:
         functions = load_functions(algorithm, [phase], process.rank)
         # Only one rank calls the user's judge, so only this rank loads it.
         judge = load_judge(experiment.evaluation.judge) if process.rank == WRITER else None
-        self._environments = open_environments(job, process, tokenizer, stop_token_ids)
+        self._environments = open_environments(job, process.rank, tokenizer, stop_token_ids)
         loader = RecordLoader(
             experiment, tokenizer, stop_token_ids, functions, read, environments=self._environments
         )

@@ -12,7 +12,6 @@ from realrl.environments.pool import EnvironmentPool
 from realrl.environments.tool_calls import find_format
 from realrl.recipe.environment import EnvironmentConfig
 from realrl.runtime.prepare.job import Job
-from realrl.runtime.processes.process import Process
 
 SEED = "seed"
 """Argument of `reset` that gets a number made from the run's seed, the step and the prompt, unless the records have
@@ -25,15 +24,14 @@ class Environments:
     def __init__(
         self,
         job: Job,
-        process: Process,
+        rank: int,
         tokenizer: Any,
         stop_token_ids: Sequence[int],
     ) -> None:
-        """Start the environment. Raises UserError if it cannot be used."""
+        """Start the environment on a rank. Raises UserError if it cannot be used."""
         experiment = job.experiment
         assert experiment.environment_config is not None, "the recipe has an environment"
         self.config: EnvironmentConfig = experiment.environment_config
-        self.control = process.control
         form: str = self.config.tool_format
         if form == "auto":
             form = find_format(tokenizer.chat_template or "") or "auto"
@@ -59,7 +57,7 @@ class Environments:
             self.close()
             raise
         self._leads = any(
-            process.rank in phase.plan[call.name].output_ranks
+            rank in phase.plan[call.name].output_ranks
             for phase in job.phases.values()
             for call in phase.graph.calls
             if call.kind is Kind.GENERATE
@@ -110,9 +108,10 @@ class Environments:
 
 
 def open_environments(
-    job: Job, process: Process, tokenizer: Any, stop_token_ids: Sequence[int]
+    job: Job, rank: int, tokenizer: Any, stop_token_ids: Sequence[int]
 ) -> Environments | None:
-    """Start the environment of a recipe; None if it has none. Raises UserError if it cannot be used."""
+    """Start the environment of a recipe on a rank; None if the recipe has none. Raises UserError if it cannot be
+    used."""
     if job.experiment.environment_config is None:
         return None
-    return Environments(job, process, tokenizer, stop_token_ids)
+    return Environments(job, rank, tokenizer, stop_token_ids)

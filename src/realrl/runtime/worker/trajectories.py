@@ -18,6 +18,7 @@ from realrl.engine.generation.turns import TurnReply, decode_replies, encode_rep
 from realrl.environments.pool import Answer, Failure
 from realrl.plan.placement import Placement
 from realrl.runtime.prepare.environments import Environments
+from realrl.runtime.processes.process import Process
 
 _WAIT_SECONDS = 0.5
 """How long a rank with nothing else to do waits for a reply before it tells the other ranks that there is none."""
@@ -58,26 +59,28 @@ class _Trajectory:
 def begin_trajectories(
     environments: Environments,
     placement: Placement,
-    rank: int,
+    process: Process,
     *,
     records: Sequence[Mapping[str, Any]],
     origins: Sequence[str],
     new_tokens: int,
     advance: Callable[[], None],
 ) -> "Trajectories":
-    """Begin the trajectories of a generate call on the replica of a rank.
+    """Begin the trajectories of a generate call on this rank's replica.
 
     `records` has the fields for `reset`, and `origins` the origin of the record, of each row. `new_tokens`: maximum
     tokens after a prompt. `advance` reports progress to the watchdog.
     """
+    rank, control = process.rank, process.control
     ranks = list_replica(placement, rank)
     leader = next(other for other in placement.output_ranks if other in ranks)
     limit = environments.config.max_turn_tokens
     if rank != leader:
-        return Trajectories(limit, _Follower(leader, environments.control))
+        return Trajectories(limit, _Follower(leader, control))
     rows = [_Trajectory(record, origin) for record, origin in zip(records, origins, strict=True)]
     others = [other for other in ranks if other != leader]
-    return Trajectories(limit, _Leader(environments, rows, others, new_tokens=new_tokens, advance=advance))
+    leading = _Leader(environments, rows, others, control, new_tokens=new_tokens, advance=advance)
+    return Trajectories(limit, leading)
 
 
 def list_replica(placement: Placement, rank: int) -> list[int]:
@@ -135,13 +138,14 @@ class _Leader:
         environments: Environments,
         rows: Sequence[_Trajectory],
         others: Sequence[int],
+        control: dist.ProcessGroup | None,
         *,
         new_tokens: int,
         advance: Callable[[], None],
     ) -> None:
         self._environments = environments
         self._config, self._pool = environments.config, environments.pool
-        self._rows, self._others = rows, others
+        self._rows, self._others, self._control = rows, others, control
         self._new_tokens, self._advance = new_tokens, advance
         self._answers: queue.SimpleQueue[tuple[int, int, Answer]] = queue.SimpleQueue()
         """Answers of objects: (row, number of the object, answer)."""
@@ -263,7 +267,7 @@ class _Leader:
         self._sent = [(work, tensor) for work, tensor in self._sent if not work.is_completed()]
         for rank in self._others:
             for tensor in (head, numbers) if len(numbers) else (head,):
-                work = dist.isend(tensor, rank, group=self._environments.control, tag=_TAG)
+                work = dist.isend(tensor, rank, group=self._control, tag=_TAG)
                 assert work is not None, "this rank is part of the control group"
                 self._sent.append((work, tensor))
 

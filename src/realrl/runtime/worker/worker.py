@@ -378,7 +378,7 @@ class Worker:
         return begin_trajectories(
             self._environments,
             run.placement,
-            self._process.rank,
+            self._process,
             records=records,
             origins=[step.origins[item] if step.origins else "" for item in batch.ids],
             new_tokens=sampling.max_new_tokens,

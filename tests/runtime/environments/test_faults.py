@@ -1,0 +1,154 @@
+"""An environment that fails costs its own trajectories and nothing else. There is no hang, and no invented reward."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from realrl.cli.app import run_app
+from tests.conftest import EVERY_RUN, World, read_metrics
+
+FAULTS = ("raise", "raise in reset", "hang", "wrong type", "flood", "exit", "kill", "quit", "no number")
+GAME = """
+import json, os, signal, sys, time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+class Game:
+    def reset(self, seed):
+        self.fault = json.loads((HERE / "faults.json").read_text()).get(str(seed))
+        with open(HERE / "seeds", "a") as seeds:
+            print(seed, self.fault, file=seeds)
+        self.turns = 0
+        if self.fault == "raise in reset":
+            raise ValueError("no such game")
+        return " begin"
+
+    def step(self, text):
+        self.turns += 1
+        if self.turns == 2 or self.fault is None:
+            match self.fault:
+                case "raise":
+                    raise KeyError("lost")
+                case "hang":
+                    time.sleep(1000)
+                case "wrong type":
+                    return 3
+                case "flood":
+                    print("x" * 10_000_000)
+                    return "x" * 10_000_000, 1.0, False
+                case "exit":
+                    os._exit(3)
+                case "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case "quit":
+                    sys.exit(3)
+                case "no number":
+                    return "", "a lot", False
+        return " go on", 1.0, self.turns >= 2
+"""
+PROMPTS, SAMPLES, STEPS = 8, 2, 2
+
+
+def write_recipe(world: World, directory: Path, **changes: Any) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "game.py").write_text(GAME)
+    environment = {
+        "factory": f"{directory / 'game.py'}:Game",
+        "max_turn_tokens": 4,
+        "max_observation_tokens": 20,
+        "timeout": 1.5,
+        "on_error": "skip",
+        "retries": 1,
+        **changes.pop("environment", {}),
+    }
+    settings = {
+        "data__batch": PROMPTS,
+        "training__steps": STEPS,
+        "generation__max_new_tokens": 60,
+        "policy": {"samples": SAMPLES},
+        "environment": environment,
+        **changes,
+    }
+    file = world.recipe("grpo", directory, **settings)
+    document = yaml.safe_load(file.read_text())
+    del document["models"]["reward"]
+    file.write_text(yaml.safe_dump(document))
+    return file
+
+
+@pytest.fixture(scope="module")
+def seeds(world: World, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """The seeds of the prompts of each step, in a run without faults."""
+    directory = tmp_path_factory.mktemp("whole")
+    file = write_recipe(world, directory)
+    (directory / "faults.json").write_text("{}")
+    assert run_app(["train", str(file)]) == 0
+    assert [step["actor.generate/failed"] for step in read_metrics(directory / "run")] == [0.0, 0.0]
+    found = list(
+        dict.fromkeys(int(line.split()[0]) for line in (directory / "seeds").read_text().splitlines())
+    )
+    assert len(found) == PROMPTS * STEPS
+    return [found[:PROMPTS], found[PROMPTS:]]
+
+
+@pytest.mark.parametrize("number", range(200 if EVERY_RUN else 3))
+def test_trajectories_that_fail_are_left_out_and_counted(
+    world: World, seeds: list[list[int]], tmp_path: Path, number: int
+) -> None:
+    draw = random.Random(number)
+    faults = {seed: draw.choice(FAULTS) for step in seeds for seed in draw.sample(step, 3)}
+    file = write_recipe(world, tmp_path)
+    (tmp_path / "faults.json").write_text(json.dumps(faults))
+    assert run_app(["train", str(file)]) == 0
+    steps = read_metrics(tmp_path / "run")
+    assert len(steps) == STEPS
+    for metrics, prompts in zip(steps, seeds, strict=True):
+        failing = sum(faults.get(seed, "flood") != "flood" for seed in prompts)
+        assert metrics["actor.generate/failed"] == pytest.approx(failing / PROMPTS)
+        assert metrics["actor.train/skipped"] == pytest.approx(failing / PROMPTS)
+        # A flood is cut, and its trajectory goes on for another turn.
+        rewards = [2.0 + (seed in faults) for seed in prompts if faults.get(seed, "flood") == "flood"]
+        assert metrics["actor.generate/environment_reward"] == pytest.approx(sum(rewards) / len(rewards))
+        assert metrics["actor.train/score"] == pytest.approx(sum(rewards) / len(rewards))
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("raise", "raised KeyError: 'lost'"),
+        ("hang", "did not answer within 1.5 s (environment.timeout)"),
+        ("wrong type", "step gave 3; it must give a text"),
+        ("kill", "ended its process (status -9)"),
+        ("no number", "the reward is str 'a lot'; it must be a finite number"),
+    ],
+)
+def test_without_skipping_the_first_failure_ends_the_run_with_one_message(
+    world: World,
+    seeds: list[list[int]],
+    tmp_path: Path,
+    realrl: Callable[..., tuple[int, str]],
+    fault: str,
+    message: str,
+) -> None:
+    file = write_recipe(world, tmp_path, environment={"on_error": "fail", "retries": 0})
+    (tmp_path / "faults.json").write_text(json.dumps({seeds[0][3]: fault}))
+    status, printed = realrl("train", str(file))
+    last = printed.strip().splitlines()[-1]
+    assert status == 2 and message in last and "environment=" in last and "record " in last
+    assert last.count("realrl:") <= 1
+
+
+def test_the_failure_of_one_replica_ends_all_ranks(
+    world: World, seeds: list[list[int]], tmp_path: Path, realrl: Callable[..., tuple[int, str]]
+) -> None:
+    file = write_recipe(world, tmp_path, cluster="1x2", plan="symmetric", environment={"on_error": "fail"})
+    (tmp_path / "faults.json").write_text(json.dumps({seeds[0][5]: "raise"}))
+    status, printed = realrl("train", str(file))
+    assert status == 2 and "raised KeyError: 'lost', 2 times; record " in printed.strip().splitlines()[-1]
