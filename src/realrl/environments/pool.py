@@ -30,14 +30,21 @@ _START_SECONDS = 300.0
 _CHARACTERS = 16
 """Maximum characters of an observation that are kept, for each token of its limit."""
 
+_LOST = "lost its process to another trajectory"
+
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a request has no answer. `own` is false if another trajectory of the same process is to blame."""
+    """Why a request has no answer.
+
+    `own` is false if another trajectory of the same process may be to blame. `suspect` says that this one may be,
+    too: its process ended while several calls ran.
+    """
 
     reason: str
     trace: str = ""
     own: bool = True
+    suspect: bool = False
 
 
 Answer = Mapping[str, Any] | Failure
@@ -47,6 +54,8 @@ Answer = Mapping[str, Any] | Failure
 class _Request:
     content: dict[str, Any]
     answer: Callable[[Answer], None]
+    alone: bool = False
+    """Whether nothing else may run in the process meanwhile, so that it is clear who ends it."""
     due: float = 0.0
 
 
@@ -62,7 +71,8 @@ class _Worker:
     ready: bool = False
     due: float = 0.0
     """When the process must have started."""
-    trajectories: set[int] = field(default_factory=set)
+    trajectories: dict[int, bool] = field(default_factory=dict)
+    """Trajectories whose objects the process holds, and whether their calls run alone."""
 
 
 class EnvironmentPool:
@@ -90,7 +100,7 @@ class EnvironmentPool:
         if self._described is None:
             answers: queue.Queue[Answer] = queue.Queue()
             with self._lock:
-                self._ask(0, {"do": "describe"}, answers.put)
+                self._ask(0, self._find_worker(0), {"do": "describe"}, answers.put)
             answer = answers.get()
             if isinstance(answer, Failure):
                 reason = answer.reason
@@ -99,8 +109,13 @@ class EnvironmentPool:
         assert self._described is not None
         return self._described
 
-    def reset(self, trajectory: int, record: Mapping[str, Any], answer: Callable[[Answer], None]) -> None:
-        """Make an object for a trajectory, and start it with the fields of a record."""
+    def reset(
+        self, trajectory: int, record: Mapping[str, Any], answer: Callable[[Answer], None], *, alone: bool
+    ) -> None:
+        """Make an object for a trajectory, and start it with the fields of a record.
+
+        `alone`: whether the calls of this object run while no other call runs in its process.
+        """
         with self._lock:
             loads = [len(worker.trajectories) if worker else 0 for worker in self._workers]
             number = loads.index(min(loads))
@@ -112,10 +127,9 @@ class EnvironmentPool:
                 "record": dict(record),
                 "tools": self._described["tools"],
             }
-            self._ask(number, request, answer)
-            worker = self._workers[number]
-            assert worker is not None
-            worker.trajectories.add(trajectory)
+            worker = self._find_worker(number)
+            worker.trajectories[trajectory] = alone
+            self._ask(number, worker, request, answer)
 
     def act(self, trajectory: int, text: str, last: bool, answer: Callable[[Answer], None]) -> None:
         """Let the object of a trajectory answer a turn. `last`: whether the trajectory ends with this turn."""
@@ -130,9 +144,9 @@ class EnvironmentPool:
             number = self._place[trajectory]
             worker = self._workers[number]
             if worker is None or trajectory not in worker.trajectories:
-                answer(Failure("lost its process to another trajectory", own=False))
+                answer(Failure(_LOST, own=False))
                 return
-            self._ask(number, {**content, "trajectory": trajectory}, answer)
+            self._ask(number, worker, {**content, "trajectory": trajectory}, answer)
 
     def close_trajectory(self, trajectory: int) -> None:
         """Forget a trajectory, and let its process close the object if it still exists."""
@@ -140,9 +154,9 @@ class EnvironmentPool:
             number = self._place.pop(trajectory, None)
             worker = None if number is None else self._workers[number]
             if worker is not None and trajectory in worker.trajectories:
-                worker.trajectories.discard(trajectory)
                 assert number is not None
-                self._ask(number, {"do": "close", "trajectory": trajectory}, lambda _: None)
+                self._ask(number, worker, {"do": "close", "trajectory": trajectory}, lambda _: None)
+                worker.trajectories.pop(trajectory, None)
 
     def forget(self, trajectory: int) -> None:
         """Forget a trajectory whose object has ended by itself."""
@@ -150,7 +164,7 @@ class EnvironmentPool:
             number = self._place.pop(trajectory, None)
             worker = None if number is None else self._workers[number]
             if worker is not None:
-                worker.trajectories.discard(trajectory)
+                worker.trajectories.pop(trajectory, None)
 
     def close(self) -> None:
         """Kill all processes."""
@@ -164,14 +178,22 @@ class EnvironmentPool:
             self._workers = [None] * len(self._workers)
         self._directory.cleanup()
 
-    def _ask(self, number: int, content: dict[str, Any], answer: Callable[[Answer], None]) -> None:
+    def _find_worker(self, number: int) -> _Worker:
+        """Return a process of the pool. Start it if it does not run."""
         worker = self._workers[number]
-        if worker is None or worker.process.poll() is not None:
-            if worker is not None:
-                self._lose(number, worker, f"ended its process (status {worker.process.returncode})")
+        if worker is not None and worker.process.poll() is not None:
+            self._lose(number, worker, f"ended its process (status {worker.process.returncode})")
+            worker = None
+        if worker is None:
             worker = self._workers[number] = self._start(number)
-        worker.waiting.append(_Request({"id": next(self._numbers), **content}, answer))
-        self._dispatch(number, worker)
+        return worker
+
+    def _ask(
+        self, number: int, worker: _Worker, content: dict[str, Any], answer: Callable[[Answer], None]
+    ) -> None:
+        alone = worker.trajectories.get(content.get("trajectory", -1), False)
+        worker.waiting.append(_Request({"id": next(self._numbers), **content}, answer, alone))
+        self._dispatch(worker)
 
     def _start(self, number: int) -> _Worker:
         """Start a process. Its first line of input says which code to import."""
@@ -204,9 +226,12 @@ class EnvironmentPool:
             ).start()
         return worker
 
-    def _dispatch(self, number: int, worker: _Worker) -> None:
+    def _dispatch(self, worker: _Worker) -> None:
         """Send waiting requests while the process has free threads. Their time limit begins now."""
         while worker.ready and worker.waiting and len(worker.running) < self._config.threads:
+            running = worker.running.values()
+            if running and (worker.waiting[0].alone or any(request.alone for request in running)):
+                return
             request = worker.waiting.popleft()
             request.due = time.monotonic() + self._config.timeout
             worker.running[request.content["id"]] = request
@@ -234,7 +259,7 @@ class EnvironmentPool:
                     request = None
                 else:
                     request = worker.running.pop(answer["id"], None)
-                self._dispatch(number, worker)
+                self._dispatch(worker)
             if request is not None:
                 failed = "error" in answer
                 request.answer(Failure(answer["error"], answer.get("trace", "")) if failed else answer)
@@ -245,7 +270,7 @@ class EnvironmentPool:
     def _lose(self, number: int, worker: _Worker, reason: str, late: Collection[_Request] = ()) -> None:
         """Give up a process. All of its requests and trajectories fail.
 
-        `late`: the requests that are to blame; if there are none, any that runs may be.
+        `late`: the requests that are to blame; if there are none, any request that runs may be.
         """
         if self._workers[number] is worker:
             self._workers[number] = None
@@ -256,9 +281,11 @@ class EnvironmentPool:
         worker.trajectories.clear()
         worker.outbox.put(None)
         worker.process.kill()
+        unclear = not late and len(running) > 1
         for request in (*running, *waiting):
-            own = not ready or request in (late or running)
-            request.answer(Failure(reason if own else "lost its process to another trajectory", own=own))
+            own = not ready or (request in (late or running) and not unclear)
+            suspect = unclear and request in running
+            request.answer(Failure(reason if own or suspect else _LOST, own=own, suspect=suspect))
 
     def _watch(self) -> None:
         """Kill processes with a call that exceeds its time limit."""

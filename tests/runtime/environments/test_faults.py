@@ -1,4 +1,4 @@
-"""An environment that fails costs its own trajectories and nothing else. There is no hang, and no invented reward."""
+"""An environment that fails costs its own trajectories and nothing else: no hang, and no invented reward."""
 
 import json
 import random

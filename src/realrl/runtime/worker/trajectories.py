@@ -50,6 +50,8 @@ class _Trajectory:
     full: bool = False
     """Whether there was no room for the next observation."""
     failed: bool = False
+    suspect: bool = False
+    """Whether it may have ended a process. Its calls then run alone."""
 
     def begin(self, number: int) -> None:
         """Start, or start again, with the object `number`."""
@@ -214,7 +216,7 @@ class _Leader:
         """Start a trajectory with a new object."""
         trajectory = self._rows[row]
         trajectory.begin(self._environments.new_number())
-        self._pool.reset(trajectory.number, trajectory.record, self._put(row))
+        self._pool.reset(trajectory.number, trajectory.record, self._put(row), alone=trajectory.suspect)
 
     def _reply(self, row: int, answer: Answer) -> TurnReply | None:
         """Make the reply to a row; None if the object has to answer something else first."""
@@ -246,6 +248,7 @@ class _Leader:
         trajectory = self._rows[row]
         self._pool.close_trajectory(trajectory.number)
         trajectory.attempt += failure.own
+        trajectory.suspect |= failure.suspect
         if trajectory.attempt <= self._config.retries:
             self._reset(row)
             return None
