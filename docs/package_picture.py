@@ -13,7 +13,7 @@ from xml.sax.saxutils import escape
 HERE = Path(__file__).parent
 SOURCES = HERE.parent / "src" / "realrl"
 PICTURE = HERE / "images" / "packages.svg"
-COLUMNS, COLUMN_WIDTH, ROW_HEIGHT = 3, 340, 98
+COLUMNS, COLUMN_WIDTH, ROW_HEIGHT = 4, 340, 98
 BOX_WIDTH, BOX_HEIGHT = 300, 62
 WIDTH = COLUMNS * COLUMN_WIDTH
 LETTER = 6.3

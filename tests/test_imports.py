@@ -24,6 +24,7 @@ PACKAGES = (
     "model",
     "data",
     "algorithms",
+    "environments",
     "planner",
     "program",
     "layout",
@@ -35,6 +36,7 @@ PACKAGES = (
 )
 TORCH_FREE_PACKAGES = {
     "cli",
+    "environments",
     "planner",
     "program",
     "layout",

@@ -1,4 +1,4 @@
-"""The public surface is `realrl` and four modules. Examples, and code in the documents, import nothing else."""
+"""The public surface is `realrl` and five modules. Examples, and code in the documents, import nothing else."""
 
 import ast
 import re
@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SURFACE = ("realrl", "realrl.algorithms", "realrl.rewards", "realrl.families", "realrl.testing")
+SURFACE = (
+    "realrl",
+    "realrl.algorithms",
+    "realrl.rewards",
+    "realrl.environments",
+    "realrl.families",
+    "realrl.testing",
+)
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
