@@ -76,6 +76,11 @@ class Costs:
     @property
     def notes(self) -> list[str]:
         """Notes about the source of predicted times, and about metrics that are left out."""
+        waits = self._job.experiment.environment_config is not None
+        unknown = ["predictions do not include the time of the environment"] if waits else []
+        return [*self._notes_on_source(), *unknown]
+
+    def _notes_on_source(self) -> list[str]:
         missing, spec = self._performance.missing, self.spec
         if self._profile is None and missing and spec and all(group.device.cpu for group in spec.groups):
             # One note, because each run of a beginner starts with it.

@@ -13,6 +13,7 @@ from realrl.data.tokenization import Row
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.sources import name_sources
+from realrl.runtime.prepare.environments import Environments
 from realrl.runtime.prepare.inputs import load_shared_tokenizer, load_stop_token_ids
 
 
@@ -74,6 +75,10 @@ def inspect_data(experiment: Experiment, samples: int) -> tuple[Any, list[Inspec
     too_long = "skip" if (data.on_too_long or data.on_error) == "fail" else data.on_too_long
     data = data.model_copy(update={"on_error": "skip", "on_too_long": too_long})
     algorithm = build_algorithm(experiment)
+    environments = None
+    if experiment.environment_config is not None:
+        environments = Environments(experiment, tokenizer, stop_token_ids)
+        environments.close()
     graphs = {
         "train": (data.train, experiment.graph),
         "eval": (data.eval, experiment.eval_graph),
@@ -93,7 +98,12 @@ def inspect_data(experiment: Experiment, samples: int) -> tuple[Any, list[Inspec
             stop_token_ids,
             inspection.see,
             inspection.watch,
+            turns=None if environments is None else environments.template,
         )
+        if environments is not None:
+            environments.check_fields(name_sources(source), inspection.fields)
+            label = environments.label.partition("=")[0]
+            inspection.functions[label] = [name for name in inspection.fields if environments.wants(name)]
         for call, function in _load_functions(algorithm, graph).items():
             function.check_fields(name_sources(source), inspection.fields)
             inspection.functions[call] = [name for name in inspection.fields if function.wants(name)]

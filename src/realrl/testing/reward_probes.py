@@ -11,8 +11,11 @@ from realrl.algorithms.build import build_algorithm
 from realrl.config.errors import UserError
 from realrl.config.user_code import name_function
 from realrl.data.batch import Batch, Ragged
+from realrl.dataflow.environment import ACTION_MASK
+from realrl.dataflow.environment import OUTPUTS as ENVIRONMENT_KEYS
 from realrl.plan.cluster import Cluster
 from realrl.recipe.experiment import Experiment
+from realrl.runtime.prepare.environments import open_environments
 from realrl.runtime.prepare.inputs import (
     RecordLoader,
     load_functions,
@@ -41,7 +44,11 @@ def probe_rewards(experiment: Experiment, tokens: Mapping[str, Any]) -> Iterator
     tokenizer = load_shared_tokenizer(experiment)
     stop_token_ids = load_stop_token_ids(experiment, tokenizer)
     functions = load_functions(algorithm, [job.train], 0)
-    records = RecordLoader(experiment, tokenizer, stop_token_ids, functions).load_train(job.train)
+    environments = open_environments(job, 0, tokenizer, stop_token_ids)
+    loader = RecordLoader(experiment, tokenizer, stop_token_ids, functions, environments=environments)
+    records = loader.load_train(job.train)
+    if environments is not None:
+        environments.close()
     count = min(_ITEMS, len(records))
     prompts = [row.tolist() for row in records.batch(range(count))["prompts"].rows()]
     answers = [*_list_answers(tokens)] or [[token] for token in range(count)]
@@ -52,14 +59,17 @@ def probe_rewards(experiment: Experiment, tokens: Mapping[str, Any]) -> Iterator
         """Make the input with the answer `written(i)` to the i-th prompt, for each i in `ids`."""
         rows = [[*prompts[i], *written(i)] for i in ids]
         cuts = torch.tensor([len(prompts[i]) for i in ids])
-        batch = Batch(
-            tuple(range(len(ids))),
-            {
-                f"{prefix}sequences": Ragged.of(rows, dtype=torch.int64),
-                f"{prefix}prompt_length": Ragged.scalars(cuts),
-                f"{prefix}finished": Ragged.scalars(torch.ones(len(ids))),
-            },
-        )
+        zeros = Ragged.scalars(torch.zeros(len(ids)))
+        made = {
+            "sequences": Ragged.of(rows, dtype=torch.int64),
+            "prompt_length": Ragged.scalars(cuts),
+            "finished": Ragged.scalars(torch.ones(len(ids))),
+        }
+        if environments is not None:  # trajectories of one turn, without a reward of the environment
+            made |= dict.fromkeys(ENVIRONMENT_KEYS, zeros)
+            masks = [[0] * len(prompts[i]) + [1] * len(written(i)) for i in ids]
+            made[ACTION_MASK] = Ragged.of(masks, dtype=torch.int16)
+        batch = Batch(tuple(range(len(ids))), {f"{prefix}{name}": values for name, values in made.items()})
         chosen = {name: [values[i] for i in ids] for name, values in fields.items()}
         return FunctionInput(batch, chosen, tokenizer, [origins[i] for i in ids])
 
@@ -156,7 +166,7 @@ def _probe(
 def _list_answers(tokens: Mapping[str, Any]) -> Iterator[list[int]]:
     """List the sampled answers of the first step."""
     for item, rows in tokens.items():
-        if item.startswith("0/") and not item.endswith("prompt"):
+        if item.startswith("0/") and not item.endswith(("prompt", "mask")):
             for row, prompt in zip(rows, tokens[f"{item} prompt"], strict=True):
                 yield row[int(prompt[0]) :]
 

@@ -284,7 +284,7 @@ def _score(name: str, term: RewardTerm | None, key: str, extra: tuple[str, ...],
         (key,),
         work=(sequences,),
         function=_refer(name, term) if term is not None and on_host else None,
-        record_fields=on_host,
+        record_fields=term is not None and on_host and not term.environment,
     )
 
 

@@ -11,6 +11,7 @@ from realrl.dataflow.call import Kind
 from realrl.environments.pool import EnvironmentPool
 from realrl.environments.tool_calls import find_format
 from realrl.recipe.environment import EnvironmentConfig
+from realrl.recipe.experiment import Experiment
 from realrl.runtime.prepare.job import Job
 
 SEED = "seed"
@@ -19,17 +20,10 @@ this column."""
 
 
 class Environments:
-    """The environment of a recipe on one rank. Only a rank that leads a replica of a generate call has objects."""
+    """The environment of a recipe on one rank."""
 
-    def __init__(
-        self,
-        job: Job,
-        rank: int,
-        tokenizer: Any,
-        stop_token_ids: Sequence[int],
-    ) -> None:
-        """Start the environment on a rank. Raises UserError if it cannot be used."""
-        experiment = job.experiment
+    def __init__(self, experiment: Experiment, tokenizer: Any, stop_token_ids: Sequence[int]) -> None:
+        """Start the environment of a recipe, which must have one. Raises UserError if it cannot be used."""
         assert experiment.environment_config is not None, "the recipe has an environment"
         self.config: EnvironmentConfig = experiment.environment_config
         form: str = self.config.tool_format
@@ -37,7 +31,6 @@ class Environments:
             form = find_format(tokenizer.chat_template or "") or "auto"
         self.pool = EnvironmentPool(self.config, form)
         try:
-            # Every rank asks its own process, because a failure on one rank must not let the others wait.
             self._description = self.pool.describe()
             tools = self._description["tools"]
             if tools is not None and form == "auto":
@@ -56,14 +49,8 @@ class Environments:
         except UserError:
             self.close()
             raise
-        self._leads = any(
-            rank in phase.plan[call.name].output_ranks
-            for phase in job.phases.values()
-            for call in phase.graph.calls
-            if call.kind is Kind.GENERATE
-        )
-        if not self._leads:
-            self.close()
+        self.leads = True
+        """Whether this rank has objects."""
         self._numbers = itertools.count()
         self._noted = False
 
@@ -76,9 +63,9 @@ class Environments:
         return self.pool.label
 
     def wants(self, name: str) -> bool:
-        """Return whether `reset` takes the column `name` of the records."""
+        """Return whether objects on this rank take the column `name` of the records in `reset`."""
         fields = self._description["fields"]
-        return self._leads and (fields is None or name in fields)
+        return self.leads and (fields is None or name in fields)
 
     def check_fields(self, source: str, fields: Collection[str]) -> None:
         """Check that the records of a source have the columns that `reset` needs. Raises UserError if not."""
@@ -111,7 +98,20 @@ def open_environments(
     job: Job, rank: int, tokenizer: Any, stop_token_ids: Sequence[int]
 ) -> Environments | None:
     """Start the environment of a recipe on a rank; None if the recipe has none. Raises UserError if it cannot be
-    used."""
+    used.
+
+    Every rank asks processes of its own how to write prompts, because no rank may wait for another one that has
+    failed. Only a rank that leads a replica of a generate call keeps these processes.
+    """
     if job.experiment.environment_config is None:
         return None
-    return Environments(job, rank, tokenizer, stop_token_ids)
+    environments = Environments(job.experiment, tokenizer, stop_token_ids)
+    environments.leads = any(
+        rank in phase.plan[call.name].output_ranks
+        for phase in job.phases.values()
+        for call in phase.graph.calls
+        if call.kind is Kind.GENERATE
+    )
+    if not environments.leads:
+        environments.close()
+    return environments
