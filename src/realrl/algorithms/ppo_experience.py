@@ -13,6 +13,7 @@ from realrl.algorithms.clipped_policy_loss import Moments, global_moments
 from realrl.algorithms.kl import KLController, token_kl
 from realrl.algorithms.ppo import PPOConfig
 from realrl.data.batch import Batch, Ragged
+from realrl.dataflow.environment import TURN_REWARDS
 
 
 def gae(
@@ -148,13 +149,16 @@ class ExperienceMaker:
     statistics from before the step, and compute the same new statistics.
     """
 
-    def __init__(self, config: PPOConfig, *, restricted: bool = False, skips: bool = False) -> None:
-        """restricted: whether sampling excludes tokens.
+    def __init__(
+        self, config: PPOConfig, *, restricted: bool = False, skips: bool = False, turn_weight: float = 0.0
+    ) -> None:
+        """restricted: whether sampling excludes tokens. turn_weight: weight of the environment's reward in a score.
 
         skips: whether NaN is the score of an answer that its reward skipped. Otherwise NaN is a mistake, and must
         make the gradient not finite.
         """
         self._config, self._restricted, self._skips = config, restricted, skips
+        self._turn_scale = turn_weight * config.reward_scale
         self._kl = KLController(config.kl)
         self.return_scale = ReturnScale(config.value_norm, beta=config.value_norm_beta)
         self.steps = 0
@@ -169,8 +173,7 @@ class ExperienceMaker:
         differences = batch["logprobs"].values - reference.values
         finished = batch["finished"].values
         rewards = shape_rewards(score=score, finished=finished, config=config)
-        is_last = actions.column == actions.counts[actions.row] - 1
-        token_rewards = torch.where(is_last, rewards[actions.row], 0.0) - coef * differences[actions.index]
+        token_rewards = self._place_rewards(batch, actions, rewards) - coef * differences[actions.index]
 
         state_values = batch["values"].values
         values = state_values[actions.index - 1].double()
@@ -205,6 +208,20 @@ class ExperienceMaker:
             return_moments=return_moments,
             kept=kept,
         )
+
+    def _place_rewards(self, batch: Batch, actions: Responses, rewards: Tensor) -> Tensor:
+        """Place the reward of each sequence at its actions. rewards: [N] -> [A] float64
+
+        An environment may reward turns. These rewards are placed at the ends of the turns, and what is left of the
+        sequence's reward at the last action. If the score of a sequence does not count, nothing is left.
+        """
+        at_turns = torch.zeros_like(rewards[actions.row])
+        if self._turn_scale and TURN_REWARDS in batch.fields:
+            at_turns = self._turn_scale * batch[TURN_REWARDS].values[actions.index].double()
+        counts = scored(batch["finished"].values, self._config)
+        left = rewards - torch.where(counts, actions.row_sums(at_turns), 0.0)
+        is_last = actions.column == actions.counts[actions.row] - 1
+        return at_turns + torch.where(is_last, left[actions.row], 0.0)
 
     def _keep(self, score: Tensor, dp_sum: Sum) -> tuple[Tensor, Tensor]:
         """Return the scores, with 0 for skipped sequences, and whether each sequence is kept ([N] bool).

@@ -31,7 +31,7 @@ from realrl.algorithms.ppo_experience import (
     scored,
     to_reward_scale,
 )
-from realrl.algorithms.rewards.config import may_skip
+from realrl.algorithms.rewards.config import find_environment_weight, may_skip
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.graph import DataflowGraph
 
@@ -39,11 +39,15 @@ from realrl.dataflow.graph import DataflowGraph
 class ActorTrain(PolicyTrain):
     """Clipped policy gradient over action tokens. All action tokens of a mini-batch have the same weight."""
 
-    def __init__(self, config: PPOConfig, *, restricted: bool = False, skips: bool = False) -> None:
-        """`restricted` and `skips`: see `ExperienceMaker`."""
+    def __init__(
+        self, config: PPOConfig, *, restricted: bool = False, skips: bool = False, turn_weight: float = 0.0
+    ) -> None:
+        """`restricted`, `skips` and `turn_weight`: see `ExperienceMaker`."""
         self._config, self._skips = config, skips
         self.epochs = config.epochs
-        self.experience_maker = ExperienceMaker(config, restricted=restricted, skips=skips)
+        self.experience_maker = ExperienceMaker(
+            config, restricted=restricted, skips=skips, turn_weight=turn_weight
+        )
         self._stopped = False
 
     def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
@@ -140,11 +144,15 @@ class CriticTrain(OnSequences, PlainTrain):
     Errors are divided by the standard deviation of the returns (see `ReturnScale`).
     """
 
-    def __init__(self, config: PPOConfig, *, restricted: bool = False, skips: bool = False) -> None:
-        """`restricted` and `skips`: see `ExperienceMaker`."""
+    def __init__(
+        self, config: PPOConfig, *, restricted: bool = False, skips: bool = False, turn_weight: float = 0.0
+    ) -> None:
+        """`restricted`, `skips` and `turn_weight`: see `ExperienceMaker`."""
         self._config = config
         self.epochs = config.epochs
-        self.experience_maker = ExperienceMaker(config, restricted=restricted, skips=skips)
+        self.experience_maker = ExperienceMaker(
+            config, restricted=restricted, skips=skips, turn_weight=turn_weight
+        )
 
     @property
     def head_scale(self) -> float:
@@ -204,8 +212,9 @@ class PPOAlgorithm(StatelessAlgorithm):
         config, generation = experiment.ppo, experiment.generation
         self._config, self._generation = config, generation
         restricted, skips = generation.restricted, may_skip(experiment.reward)
-        actor = ActorTrain(config, restricted=restricted, skips=skips)
-        critic = CriticTrain(config, restricted=restricted, skips=skips)
+        turn_weight = find_environment_weight(experiment.reward)
+        actor = ActorTrain(config, restricted=restricted, skips=skips, turn_weight=turn_weight)
+        critic = CriticTrain(config, restricted=restricted, skips=skips, turn_weight=turn_weight)
         methods = make_sampling_methods(experiment, finished_only=config.truncated == "bootstrap")
         methods |= {"critic.inference": CriticInference(config), "actor.train": actor, "critic.train": critic}
         super().__init__(graph, eval_graph, methods, generation.temperature)

@@ -41,7 +41,7 @@ class Game:
                 case "wrong type":
                     return 3
                 case "flood":
-                    print("x" * 10_000_000)
+                    print("x" * 1_000_000)
                     return "x" * 10_000_000, 1.0, False
                 case "exit":
                     os._exit(3)

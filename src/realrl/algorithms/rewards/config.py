@@ -171,6 +171,11 @@ def environment_reward() -> Rewards:
     return {SINGLE: RewardTerm(environment=True)}
 
 
+def find_environment_weight(reward: Rewards | None) -> float:
+    """Return the weight of the environment's reward in the score; 0 if the score does not contain it."""
+    return sum(term.weight for term in (reward or {}).values() if term.environment)
+
+
 def check_environment_terms(reward: Rewards | None, environment: EnvironmentConfig | None) -> None:
     """Check that a recipe whose reward comes from the environment has one. Raises ValueError if not."""
     uses = [name for name, term in (reward or {}).items() if term.environment]

@@ -3,7 +3,7 @@
 import math
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,13 @@ from torch import Tensor
 from realrl.algorithms.base.method import Metrics
 from realrl.config.errors import UserCodeError
 from realrl.data.batch import Batch, Ragged
-from realrl.dataflow.environment import ENVIRONMENT_FAILED, ENVIRONMENT_REWARD, FAILED_CALLS, TURNS
+from realrl.dataflow.environment import (
+    ENVIRONMENT_FAILED,
+    ENVIRONMENT_REWARD,
+    FAILED_CALLS,
+    TURN_REWARDS,
+    TURNS,
+)
 from realrl.engine.generation.turns import TurnReply, decode_replies, encode_replies
 from realrl.environments.pool import Answer, Failure
 from realrl.plan.placement import Placement
@@ -45,6 +51,8 @@ class _Trajectory:
     last: int = -1
     """Last token of the model."""
     turns: int = 0
+    turn_rewards: list[tuple[int, float]] = field(default_factory=list)
+    """Rewards of turns, with the number of tokens between the prompt and the end of the turn."""
     failed_calls: int = 0
     reward: float = math.nan
     full: bool = False
@@ -54,8 +62,9 @@ class _Trajectory:
     """Whether it may have ended a process. Its calls then run alone."""
 
     def begin(self, number: int) -> None:
-        """Start, or start again, with the object `number`."""
+        """Start, or start again, with the object `number`; -1 for none."""
         self.number, self.length, self.turns, self.failed_calls = number, 0, 0, 0
+        self.turn_rewards = []
 
 
 def begin_trajectories(
@@ -104,10 +113,13 @@ class Trajectories:
     def collect(self, *, idle: bool) -> Sequence[TurnReply]:
         return self._side.collect(idle)
 
-    def outputs(self, finished: Ragged) -> dict[str, Ragged]:
-        """Return the numbers of each trajectory, by key; only the rank that leads the replica has them."""
+    def outputs(self, batch: Batch) -> dict[str, Ragged]:
+        """Return the numbers of each trajectory, by key; only the rank that leads the replica has them.
+
+        `batch` has the sequences. A trajectory without room for the next observation becomes unfinished.
+        """
         assert isinstance(self._side, _Leader), "only the leader asks"
-        return self._side.outputs(finished)
+        return self._side.outputs(batch)
 
 
 class _Follower:
@@ -181,16 +193,17 @@ class _Leader:
         self._tell(replies)
         return replies
 
-    def outputs(self, finished: Ragged) -> dict[str, Ragged]:
-        """Return the numbers of each trajectory, by key.
-
-        `finished`: whether the model ended its last turn. A trajectory without room for the next observation is not
-        finished.
-        """
+    def outputs(self, batch: Batch) -> dict[str, Ragged]:
         rows = self._rows
         whole = torch.tensor([not row.full for row in rows])
+        turn_rewards = torch.zeros(len(batch["sequences"].values))
+        starts = zip(batch["sequences"].offsets, batch["prompt_length"].values.tolist(), strict=False)
+        for row, (start, prompt) in zip(rows, starts, strict=True):
+            for length, reward in row.turn_rewards:
+                turn_rewards[start + prompt + length - 1] = reward
         return {
-            "finished": Ragged.scalars(finished.values * whole),
+            "finished": Ragged.scalars(batch["finished"].values * whole),
+            TURN_REWARDS: Ragged(turn_rewards, batch["sequences"].lengths),
             ENVIRONMENT_REWARD: Ragged.scalars(
                 torch.tensor([row.reward for row in rows], dtype=torch.float64)
             ),
@@ -224,6 +237,8 @@ class _Leader:
         if isinstance(answer, Failure):
             return self._fail(row, answer)
         trajectory.failed_calls += answer.get("failed_calls", 0)
+        if answer["reward"] is not None:
+            trajectory.turn_rewards.append((trajectory.length, answer["reward"]))
         if answer["done"]:
             self._pool.forget(trajectory.number)
             if answer["total"] is not None:
@@ -258,6 +273,7 @@ class _Leader:
         if self._config.on_error == "fail":
             raise UserCodeError(message, failure.trace, alone=True)
         self._environments.note_failure(message)
+        trajectory.begin(-1)
         trajectory.failed = True
         return TurnReply(row, done=True, restart=True)
 

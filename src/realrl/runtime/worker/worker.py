@@ -330,7 +330,7 @@ class Worker:
             except NotFiniteLogitsError as error:
                 raise NotFiniteError(f"{call.name}: {_describe_logits(error, step)}") from None
             if turns is not None and self._process.rank in run.placement.output_ranks:
-                batch = batch.with_fields(**turns.outputs(batch["finished"]))
+                batch = batch.with_fields(**turns.outputs(batch))
                 now.metrics[call.name] = summarize_trajectories(batch)
             if model.shard.last:
                 given = batch[method.prompts]
