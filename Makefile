@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # One more than there are cores, at most 4: many tests wait for processes that wait for each other.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, (os.cpu_count() or 1) + 1))')
 
-.PHONY: demo demo-grpo plan-demo docs test test-all lint format venv gpu-check gpu-bench bench clean
+.PHONY: demo demo-grpo demo-agent plan-demo docs test test-all lint format venv gpu-check gpu-bench bench clean
 
 demo: $(STAMP)  ## RLHF on real human ratings, end to end
 	$(BIN)/python demo/prepare.py
@@ -30,6 +30,13 @@ demo-grpo: $(STAMP)  ## GRPO with a verifier: a small model finds out how to add
 	$(BIN)/realrl train recipes/demo_grpo/sft.yaml
 	$(BIN)/realrl train recipes/demo_grpo/grpo.yaml
 	$(BIN)/realrl report runs/demo_grpo/sft runs/demo_grpo/grpo --out runs/demo_grpo
+
+demo-agent: $(STAMP)  ## GRPO in an environment: a small model finds out how to guess a letter in four turns
+	$(BIN)/python demo/guessing.py
+	$(BIN)/realrl tokenizer data/demo_agent/games.jsonl --out data/demo_agent/tokenizer --vocab-size 259 --overwrite
+	$(BIN)/realrl train recipes/demo_agent/sft.yaml
+	$(BIN)/realrl train recipes/demo_agent/grpo.yaml
+	$(BIN)/realrl report runs/demo_agent/sft runs/demo_agent/grpo --out runs/demo_agent
 
 plan-demo: $(STAMP)  ## plans PPO for 70B and 8B models on 128 H100: tables, plan file, page and timeline
 	mkdir -p runs/plan-demo

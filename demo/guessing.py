@@ -1,9 +1,9 @@
 """Guessing game of the agent demo, and its records: python demo/guessing.py [--out data/demo_agent]
 
-The model has six guesses to find a number from 0 to 31, and hears whether the number is higher or lower. In a
-single turn, it would be right in 3 % of all cases. In most of the games to imitate, the player guesses at random;
-in the others, the player listens. The environment rewards a game that ends with the right number, so the model must
-find out by itself that listening pays.
+The model has four guesses to find a letter from a to p, and hears whether it comes earlier or later in the
+alphabet. In a single turn, it would be right in 6 % of all cases. In most of the games to imitate, the player
+guesses at random; in a few, the player listens, and halves what is left. The environment rewards a game that ends
+with the right letter, so the model must find out by itself that listening pays.
 """
 
 import argparse
@@ -13,28 +13,28 @@ from pathlib import Path
 from typing import Any
 
 SEED = 1
-NUMBERS = 32
-GUESSES = 6
+LETTERS = "abcdefghijklmnop"
+GUESSES = 4
 GAMES = 6000
 """Number of games to imitate."""
 LISTENERS = 0.2
-"""Share of the games to imitate whose player listens to the answers."""
-QUESTION = f"0 to {NUMBERS - 1}?"
+"""Share of the games to imitate whose player listens to the answers, and halves what is left."""
+QUESTION = f"{LETTERS[0]} to {LETTERS[-1]}?"
 
 
 class Guess:
-    """One game. The records have the number, `secret`."""
+    """One game. The records have the letter, `secret`."""
 
-    def reset(self, secret: int) -> None:
+    def reset(self, secret: str) -> None:
         self.secret, self.guesses = secret, 0
 
     def step(self, text: str) -> tuple[str, float, bool]:
         """Answer a guess: what to say, the reward, and whether the game is over."""
         self.guesses += 1
-        guess = int(text) if text.strip().isdecimal() else None
-        if guess == self.secret:
+        if text == self.secret:
             return "right", 1.0, True
-        answer = "a number" if guess is None else "higher" if guess < self.secret else "lower"
+        known = len(text) == 1 and text in LETTERS
+        answer = "one letter" if not known else "later" if text < self.secret else "earlier"
         return answer, 0.0, self.guesses == GUESSES
 
 
@@ -47,8 +47,8 @@ def main() -> None:
     draw = random.Random(SEED)
     records = {
         "games": [play(draw) for _ in range(GAMES)],
-        "numbers": [{"prompt": QUESTION, "secret": secret} for secret in range(NUMBERS)],
-        "held_out": [{"prompt": QUESTION, "secret": secret} for secret in range(NUMBERS)] * 8,
+        "letters": [{"prompt": QUESTION, "secret": letter} for letter in LETTERS] * 2,
+        "evaluation": [{"prompt": QUESTION, "secret": letter} for letter in LETTERS] * 16,
     }
     for name, rows in records.items():
         (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -56,18 +56,16 @@ def main() -> None:
 
 
 def play(draw: random.Random) -> dict[str, Any]:
-    """Play a game, as a record to imitate. The player either listens or guesses at random."""
+    """Play a game, as a record to imitate. The player either halves what is left, or guesses at random."""
     game, listens = Guess(), draw.random() < LISTENERS
-    game.reset(draw.randrange(NUMBERS))
+    game.reset(draw.choice(LETTERS))
     messages = [{"role": "user", "content": QUESTION}]
-    least, most, over = 0, NUMBERS - 1, False
+    left, over = list(LETTERS), False
     while not over:
-        guess = draw.randint(least, most) if listens else draw.randrange(NUMBERS)
-        answer, _, over = game.step(str(guess))
-        least, most = (guess + 1, most) if answer == "higher" else (least, guess - 1)
-        messages += [{"role": "assistant", "content": str(guess)}, {"role": "user", "content": answer}]
-        if not listens:
-            least, most = 0, NUMBERS - 1
+        guess = left[len(left) // 2] if listens else draw.choice(LETTERS)
+        answer, _, over = game.step(guess)
+        left = [letter for letter in left if (letter > guess) == (answer == "later") and letter != guess]
+        messages += [{"role": "assistant", "content": guess}, {"role": "user", "content": answer}]
     return {"messages": messages[:-1]}
 
 

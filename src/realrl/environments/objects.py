@@ -5,7 +5,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from realrl.config.errors import UserError
+from realrl.config.errors import UserCodeError, UserError
 from realrl.config.user_code import UserCode, read_number, show
 from realrl.environments.reply import Message, Reply, WrongReplyError, read_observation, read_reply
 from realrl.environments.tool_calls import ToolCall, read_calls
@@ -33,6 +33,16 @@ class Factory:
     def make(self) -> Any:
         """Make an object. Raises whatever the user's code raises."""
         return self._make(**self._options)
+
+    def describe_error(self, error: BaseException) -> dict[str, str]:
+        """Describe an exception of the user's code: `error`, one line, and `trace`, which begins in this code."""
+        try:
+            with self._code.errors("raised"):
+                raise error
+        except UserError as told:
+            trace = told.trace if isinstance(told, UserCodeError) else ""
+            return {"error": str(told).removeprefix(f"{self.label} "), "trace": trace}
+        raise AssertionError("an exception always becomes an error")
 
     def describe(self) -> dict[str, Any]:
         """Make an object, and describe how to use it, as JSON values.

@@ -10,7 +10,6 @@ import json
 import os
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -44,9 +43,7 @@ class _Server:
         except (UserError, WrongReplyError) as error:
             answer["error"] = str(error)
         except (Exception, SystemExit) as error:  # the user's code may raise anything
-            text = " ".join(str(error).split())
-            answer["error"] = f"raised {type(error).__name__}{text and ': '}{text}"
-            answer["trace"] = "".join(traceback.format_exception(error))
+            answer |= self._factory.describe_error(error)
         self._write(answer)
 
     async def _do(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,12 @@ from tests.conftest import thin
 
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.yaml"))
-CLUSTERS = {"recipes/demo": "cpu:1x2", "recipes/demo_grpo": "cpu:1x2", "recipes/small": "h100:1x1"}
+CLUSTERS = {
+    "recipes/demo": "cpu:1x2",
+    "recipes/demo_grpo": "cpu:1x2",
+    "recipes/demo_agent": "cpu:1x2",
+    "recipes/small": "h100:1x1",
+}
 """Folder -> cluster, for recipes without a kind of device."""
 
 

@@ -143,6 +143,9 @@ def test_without_skipping_the_first_failure_ends_the_run_with_one_message(
     last = printed.strip().splitlines()[-1]
     assert status == 2 and message in last and "environment=" in last and "record " in last
     assert last.count("realrl:") <= 1
+    if fault == "raise":  # the traceback begins in the user's code
+        trace = printed.partition("Traceback (most recent call last):\n")[2]
+        assert trace.lstrip().startswith(f'File "{tmp_path / "game.py"}"')
 
 
 def test_the_failure_of_one_replica_ends_all_ranks(
@@ -151,4 +154,5 @@ def test_the_failure_of_one_replica_ends_all_ranks(
     file = write_recipe(world, tmp_path, cluster="1x2", plan="symmetric", environment={"on_error": "fail"})
     (tmp_path / "faults.json").write_text(json.dumps({seeds[0][5]: "raise"}))
     status, printed = realrl("train", str(file))
-    assert status == 2 and "raised KeyError: 'lost', 2 times; record " in printed.strip().splitlines()[-1]
+    last = printed.strip().splitlines()[-1]
+    assert status == 2 and "raised KeyError: 'lost' (" in last and "game.py:23), 2 times; record " in last
