@@ -10,10 +10,13 @@ import yaml
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from realrl.families.shape import Mixture
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
 from realrl.testing.ranks import run_on_ranks, sampled
+from realrl.testing.shrink import SHAPE
 from tests.conftest import EVERY_RUN, World, read_metrics, thin
+from tests.model.small_models import SHAPES
 
 GAME = """
 class Game:
@@ -33,12 +36,18 @@ PLANS = {
     "2 two stages": (2, "d1 t1 p2"),
     "4 both": (4, "d1 t2 p2"),
 }
+MIXTURE = SHAPES["mixtral"].model_copy(
+    update={"vocab_size": SHAPE["vocab_size"], "mixture": Mixture(experts=6, per_token=2)}
+)
+"""Its training takes over the experts that generation chose."""
 PRESETS: Mapping[str, dict[str, Any]] = {
     "grpo": {"policy": {"samples": 4, "minibatches": 2, "kl": {"coef": 0.1}}},
     "reinforce_pp": {"policy": {"minibatches": 2}},
     "remax": {"policy": {"minibatches": 2}},
     "expert_iteration": {"expert_iteration": {"samples": 4, "keep": 2, "minibatches": 2}},
     "ppo": {},
+    "dapo": {"policy": {"samples": 4, "minibatches": 2, "sampling_rounds": 2}},
+    "mixture": {"policy": {"samples": 4, "minibatches": 2}, "models__actor__shape": MIXTURE.model_dump()},
 }
 OPTIMIZER = {"lr": 1e-3, "eps": 1e-5, "schedule": "constant"}
 TOLERANCE = 1e-4
@@ -61,9 +70,12 @@ def recipe(
         **PRESETS[preset],
         **changes,
     }
-    file = world.recipe(preset, directory, **settings)
+    file = world.recipe("grpo" if preset == "mixture" else preset, directory, **settings)
     document = yaml.safe_load(file.read_text())
     del document["models"]["reward"]
+    if preset == "mixture":
+        del document["models"]["actor"]["path"]
+        document["models"]["actor"]["tokenizer"] = world.tokenizer
     file.write_text(yaml.safe_dump(document))
     if " " in plan:
         dp, tp, pp = (int(part[1:]) for part in plan.split())

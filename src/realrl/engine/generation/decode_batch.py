@@ -67,6 +67,8 @@ class GenerateCall:
         self.new_tokens = sampling.max_new_tokens
         self.turns = turns
         self._by_number = {row.number: row for row in rows}
+        self._restarted: list[DecodeRow] = []
+        """Rows that restart in the turn that is being planned."""
         self.batches = batches = model.groups.pipeline.size
         """Number of decode batches: one per stage of the pipeline."""
         self.on_gpu = on_gpu = is_gpu(model.device)
@@ -112,14 +114,22 @@ class GenerateCall:
             row = self._by_number[reply.row]
             if reply.restart:
                 row.restart()
-                if self.experts is not None:
-                    self.experts.forget(row)
+                self._restarted.append(row)
             if reply.done:
                 self.scheduler.finish(row)
             else:
                 row.give(reply.tokens)
                 resumed.append(row)
         self.scheduler.resume(resumed)
+
+    def read_experts(self, turn: DecodeTurn) -> None:
+        """Read the experts of rows that have left the cache in this turn, and forget those of rows that restart."""
+        if self.experts is not None:
+            self.experts.read(turn.released)
+            # Only now: a row may leave and restart in the same turn.
+            for row in self._restarted:
+                self.experts.forget(row)
+        self._restarted.clear()
 
     def take(self, row: DecodeRow, token: int, logprob: float) -> bool:
         """Append a sampled token to a row. Returns whether a token or a limit ends the row's turn here."""
@@ -228,8 +238,7 @@ class DecodeBatch:
         call = self._call
         turn = call.scheduler.plan(self._number, call.answer_rows)
         self._turn = turn
-        if call.experts is not None:
-            call.experts.read(turn.released)
+        call.read_experts(turn)
         self._buffers.arrange(turn, self._last_tokens, call.keys)
         if turn.rearranged:
             self._width = count_computed_rows(len(turn.rows), on_gpu=call.on_gpu)

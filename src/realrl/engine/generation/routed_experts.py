@@ -42,8 +42,8 @@ class RoutedExperts:
         found = self._record.index_select(1, places).transpose(0, 1).cpu()
         for one, part in zip(released, found.split([len(span) for span in spans]), strict=True):
             row = one.row
-            shared = row.prompt.length - 1 if _ends(row) else 0
-            if _ends(row):
+            shared = row.prompt.length - 1 if one.ends else 0
+            if one.ends:
                 self._prompts[row.number] = part[:shared]
             self._own[row.number].append(part[shared:])
 
@@ -53,8 +53,8 @@ class RoutedExperts:
         row = released.row
         known = sum(len(part) for part in self._own[row.number])
         # The own segment starts with the prompt's last token. The newest token has not passed through the model.
-        own = list_places(released.blocks)[known : len(row.tokens)]
-        if not _ends(row):
+        own = list_places(released.blocks)[known : released.tokens]
+        if not released.ends:
             return own
         return np.concatenate([list_places(released.prompt_blocks)[: row.prompt.length - 1], own])
 
@@ -70,11 +70,6 @@ class RoutedExperts:
             return self._record.new_full((row.prompt.length, layers, per_token), NONE_CHOSEN, device="cpu")
         parts = [self._prompts[row.number], *self._own[row.number]]
         return torch.cat([*parts, parts[0].new_full((1, *parts[0].shape[1:]), NONE_CHOSEN)])
-
-
-def _ends(row: DecodeRow) -> bool:
-    """Return whether a row that leaves the cache is complete, or may be complete once its environment answers."""
-    return row.done or row.away
 
 
 def join_stages(model: Model, rows: Sequence[DecodeRow], experts: RoutedExperts) -> list[Tensor]:

@@ -121,6 +121,11 @@ class ReleasedRow:
     prompt_blocks: Sequence[int]
     """Blocks of its prompt, which other rows may still hold."""
     blocks: Sequence[int]
+    tokens: int
+    """Tokens of its continuation so far. A row whose environment answers at once gets more before the blocks are
+    read."""
+    ends: bool
+    """Whether the row is complete, or may be complete once its environment answers."""
 
 
 @dataclass(frozen=True)
@@ -255,7 +260,8 @@ class Scheduler:
     def _release(self, row: DecodeRow) -> None:
         """Release the blocks of a row. If no other row of its prompt runs, also release the blocks of the
         prompt."""
-        self._released.append(ReleasedRow(row, row.prompt.blocks, row.blocks))
+        ends = row.done or row.away
+        self._released.append(ReleasedRow(row, row.prompt.blocks, row.blocks, len(row.tokens), ends))
         self._pool.release(row.blocks)
         row.blocks = []
         row.slot = -1
