@@ -11,6 +11,8 @@ from realrl.data.chat_template import Message
 from realrl.data.rejects import BadRecordError
 from realrl.data.turn_template import Observation, TurnTemplate
 from realrl.huggingface.tokenizers import train_bpe
+from realrl.recipe.generation import GenerationConfig
+from realrl.recipe.stop_strings import StopStrings
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}
 TOOLS = "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -187,3 +189,14 @@ def test_a_template_that_changes_the_end_of_a_prompt_is_refused(tokenizer: Any) 
     assert turns.template is not None
     with pytest.raises(BadRecordError, match="does not write the end of the last message"):
         turns.template.write_prompt([{"role": "user", "content": "the cat sat on the mat"}])
+
+
+def test_a_turn_is_read_without_the_token_or_the_stop_string_that_ended_it(tokenizer: Any) -> None:
+    turns, end = make(tokenizer, TEMPLATES["qwen"]), tokenizer.eos_token_id
+    said = tokenizer("the cat sat", add_special_tokens=False)["input_ids"]
+    assert turns.read([*said, end], [end], None) == "the cat sat" == turns.read(said, [end], None)
+    stop = StopStrings(tokenizer, GenerationConfig(stop=("sat",)))
+    assert turns.read(said, [end], stop) == "the cat "
+    assert turns.read(said[:-1], [end], stop) == tokenizer.decode(said[:-1])
+    with_tools = make(tokenizer, TEMPLATES["qwen"], tools=True)
+    assert with_tools.read([tokenizer.bos_token_id, *said, end], [end], stop) == "<s>the cat sat"

@@ -6,7 +6,7 @@ environment, and the beginning of the model's next turn. These are what the temp
 made up for this purpose, so they do not depend on what was sampled.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,6 +14,7 @@ from realrl.config.errors import UserError
 from realrl.data.chat_template import ChatTemplate, Message
 from realrl.data.rejects import BadRecordError
 from realrl.data.tools import Arguments
+from realrl.recipe.stop_strings import StopStrings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -106,9 +107,15 @@ class TurnTemplate:
         # The model has usually written the end of its turn itself.
         return tokens[1:] if tokens[:1] == [last] else tokens
 
-    def read(self, tokens: Sequence[int]) -> str:
-        """Decode a turn of the model. Its special tokens are kept if there are tools, because they mark calls."""
-        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=self._tools is None)
+    def read(self, tokens: Sequence[int], stop_token_ids: Collection[int], stop: StopStrings | None) -> str:
+        """Decode a turn of the model, without the token or the stop string that ended it.
+
+        If there are tools, special tokens and stop strings are kept, because they may belong to calls.
+        """
+        said = list(tokens[:-1] if tokens[-1] in stop_token_ids else tokens)
+        if self._tools is None and stop is not None:
+            return stop.cut(said)
+        text: str = self._tokenizer.decode(said, skip_special_tokens=self._tools is None)
         return text
 
     def _write(self, template: ChatTemplate, messages: Sequence[Message], thought: str = "") -> str:

@@ -144,13 +144,15 @@ class Actor:
         """
         made = self._made
         value: Any = None
-        if callable(getattr(made, "get_reward", None)):
-            value = await self._run(made.get_reward)
-        elif self._rewards:
-            value = sum(self._rewards)
-        elif not callable(getattr(made, "reward", None)):
-            value = getattr(made, "reward", None)
-        await self.close()
+        try:
+            if callable(getattr(made, "get_reward", None)):
+                value = await self._run(made.get_reward)
+            elif self._rewards:
+                value = sum(self._rewards)
+            elif not callable(getattr(made, "reward", None)):
+                value = getattr(made, "reward", None)
+        finally:
+            await self.close()
         if value is None:
             return None
         number = read_number(value)

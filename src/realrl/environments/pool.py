@@ -4,6 +4,7 @@ The user's code runs in other processes, so it cannot disturb the process of a r
 end its process.
 """
 
+import itertools
 import json
 import os
 import queue
@@ -89,9 +90,10 @@ class EnvironmentPool:
         self._workers: list[_Worker | None] = [None] * config.workers
         self._place: dict[int, int] = {}
         """Number of the worker that holds the object of each trajectory."""
-        self._numbers = iter(range(1 << 62))
+        self._numbers = itertools.count()
         self._closed = threading.Event()
-        self._directory = tempfile.TemporaryDirectory(prefix="realrl-environment-")
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        """Folder with the class of a script, for the processes."""
         self._described: dict[str, Any] | None = None
         threading.Thread(target=self._watch, name="realrl-environments", daemon=True).start()
 
@@ -116,6 +118,12 @@ class EnvironmentPool:
 
         `alone`: whether the calls of this object run while no other call runs in its process.
         """
+        for name, value in record.items():
+            if not _is_json(value):
+                answer(
+                    Failure(f"cannot get the field {name!r}: a {type(value).__name__} is not a value of JSON")
+                )
+                return
         with self._lock:
             loads = [len(worker.trajectories) if worker else 0 for worker in self._workers]
             number = loads.index(min(loads))
@@ -148,23 +156,15 @@ class EnvironmentPool:
                 return
             self._ask(number, worker, {**content, "trajectory": trajectory}, answer)
 
-    def close_trajectory(self, trajectory: int) -> None:
-        """Forget a trajectory, and let its process close the object if it still exists."""
+    def drop(self, trajectory: int, *, close: bool) -> None:
+        """Forget a trajectory. `close`: whether its object has not ended by itself, and is to be closed."""
         with self._lock:
             number = self._place.pop(trajectory, None)
             worker = None if number is None else self._workers[number]
-            if worker is not None and trajectory in worker.trajectories:
-                assert number is not None
-                self._ask(number, worker, {"do": "close", "trajectory": trajectory}, lambda _: None)
-                worker.trajectories.pop(trajectory, None)
-
-    def forget(self, trajectory: int) -> None:
-        """Forget a trajectory whose object has ended by itself."""
-        with self._lock:
-            number = self._place.pop(trajectory, None)
-            worker = None if number is None else self._workers[number]
-            if worker is not None:
-                worker.trajectories.pop(trajectory, None)
+            if number is not None and worker is not None and trajectory in worker.trajectories:
+                if close:
+                    self._ask(number, worker, {"do": "close", "trajectory": trajectory}, lambda _: None)
+                del worker.trajectories[trajectory]
 
     def close(self) -> None:
         """Kill all processes."""
@@ -176,7 +176,8 @@ class EnvironmentPool:
                     worker.process.kill()
                     worker.process.wait()
             self._workers = [None] * len(self._workers)
-        self._directory.cleanup()
+            if self._directory is not None:
+                self._directory.cleanup()
 
     def _find_worker(self, number: int) -> _Worker:
         """Return a process of the pool. Start it if it does not run."""
@@ -199,6 +200,7 @@ class EnvironmentPool:
         """Start a process. Its first line of input says which code to import."""
         environment = dict(os.environ)
         if OBJECTS_VARIABLE not in environment and (objects := find_objects(self._config.factory)):
+            self._directory = self._directory or tempfile.TemporaryDirectory(prefix="realrl-environment-")
             file = Path(self._directory.name, "objects")
             file.write_bytes(pack_objects(objects))
             environment[OBJECTS_VARIABLE] = str(file)
@@ -301,3 +303,11 @@ class EnvironmentPool:
                         limit = self._config.timeout
                         reason = f"did not answer within {limit:g} s (environment.timeout)"
                         self._lose(number, worker, reason, late)
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True

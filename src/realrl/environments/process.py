@@ -75,13 +75,17 @@ class _Server:
         """Write a reply as JSON values; at the end of the trajectory, with its reward."""
         observation = reply.observation
         if isinstance(observation, str):
-            observation = observation[: self._longest]
+            observation = self._clean(observation)
         elif observation is not None:
-            observation = [{**one, "content": one["content"][: self._longest]} for one in observation]
+            observation = [{**one, "content": self._clean(one["content"])} for one in observation]
         answer = {"observation": observation, "reward": reply.reward, "done": reply.done}
         if reply.done:
             answer["total"] = await self._actors.pop(number).measure()
         return answer
+
+    def _clean(self, text: str) -> str:
+        """Cut a text, and replace halves of surrogate pairs, which no tokenizer takes."""
+        return text[: self._longest].encode("utf-8", "replace").decode("utf-8")
 
 
 def _shield(method: Callable[[], Any]) -> Any:

@@ -70,7 +70,11 @@ def read_observation(value: Any) -> str | list[Message] | None:
     if isinstance(value, Sequence) and all(
         isinstance(message, Mapping) and isinstance(message.get("content"), str) for message in value
     ):
-        return [{"role": "user", **message} for message in value]
+        # Other values than text mean nothing to a chat template.
+        return [
+            {"role": "user", **{key: text for key, text in message.items() if isinstance(text, str)}}
+            for message in value
+        ]
     raise WrongReplyError(
         f"the observation is {show(value)}; it must be a text, or a list of messages {{role, content}}"
     )

@@ -2,7 +2,10 @@
 
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +13,26 @@ import pytest
 import yaml
 
 from realrl.cli.app import run_app
+from realrl.environments.pool import EnvironmentPool
+from realrl.recipe.environment import EnvironmentConfig
+from realrl.recipe.graphs import build_graph
+from realrl.recipe.load import load_experiment
 from tests.conftest import EVERY_RUN, World, read_metrics
 
-FAULTS = ("raise", "raise in reset", "hang", "wrong type", "flood", "exit", "kill", "quit", "no number")
+FAULTS = (
+    "raise",
+    "raise in reset",
+    "hang",
+    "wrong type",
+    "flood",
+    "exit",
+    "kill",
+    "quit",
+    "no number",
+    "odd",
+)
+HARMLESS = ("flood", "odd")
+"""What is answered, and costs the game a turn."""
 GAME = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -43,6 +63,8 @@ class Game:
                 case "flood":
                     print("x" * 1_000_000)
                     return "x" * 10_000_000, 1.0, False
+                case "odd":
+                    return [{"role": "user", "content": "\\ud800", "more": object()}], 1.0, False
                 case "exit":
                     os._exit(3)
                 case "kill":
@@ -110,11 +132,11 @@ def test_trajectories_that_fail_are_left_out_and_counted(
     steps = read_metrics(tmp_path / "run")
     assert len(steps) == STEPS
     for metrics, prompts in zip(steps, seeds, strict=True):
-        failing = sum(faults.get(seed, "flood") != "flood" for seed in prompts)
+        failing = sum(faults.get(seed, "odd") not in HARMLESS for seed in prompts)
         assert metrics["actor.generate/failed"] == pytest.approx(failing / PROMPTS)
         assert metrics["actor.train/skipped"] == pytest.approx(failing / PROMPTS)
         # A flood is cut, and its trajectory goes on for another turn.
-        rewards = [2.0 + (seed in faults) for seed in prompts if faults.get(seed, "flood") == "flood"]
+        rewards = [2.0 + (seed in faults) for seed in prompts if faults.get(seed, "odd") in HARMLESS]
         assert metrics["actor.generate/environment_reward"] == pytest.approx(sum(rewards) / len(rewards))
         assert metrics["actor.train/score"] == pytest.approx(sum(rewards) / len(rewards))
 
@@ -148,11 +170,59 @@ def test_without_skipping_the_first_failure_ends_the_run_with_one_message(
         assert trace.lstrip().startswith(f'File "{tmp_path / "game.py"}"')
 
 
+@pytest.mark.parametrize("degrees", ["dp", "tp", "pp"])
 def test_the_failure_of_one_replica_ends_all_ranks(
-    world: World, seeds: list[list[int]], tmp_path: Path, realrl: Callable[..., tuple[int, str]]
+    world: World, seeds: list[list[int]], tmp_path: Path, realrl: Callable[..., tuple[int, str]], degrees: str
 ) -> None:
-    file = write_recipe(world, tmp_path, cluster="1x2", plan="symmetric", environment={"on_error": "fail"})
+    file = write_recipe(world, tmp_path, cluster="1x2", environment={"on_error": "fail"})
+    graph = build_graph(load_experiment(str(file)))
+    calls = {
+        call.name: {"mesh": "0-1", "dp": 2} if call.is_function else {"mesh": "0-1", "dp": 1, degrees: 2}
+        for call in graph.calls
+    }
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump({"cluster": "1x2", "calls": calls}))
     (tmp_path / "faults.json").write_text(json.dumps({seeds[0][5]: "raise"}))
-    status, printed = realrl("train", str(file))
+    status, printed = realrl("train", str(file), f"plan={tmp_path / 'plan.yaml'}")
     last = printed.strip().splitlines()[-1]
     assert status == 2 and "raised KeyError: 'lost' (" in last and "game.py:23), 2 times; record " in last
+
+
+def test_a_field_that_cannot_be_sent_to_an_object_is_named(tmp_path: Path) -> None:
+    (tmp_path / "game.py").write_text(GAME)
+    pool = EnvironmentPool(EnvironmentConfig(factory=f"{tmp_path / 'game.py'}:Game"), "auto")
+    try:
+        pool.describe()
+        answers: list[Any] = []
+        pool.reset(0, {"when": date(2026, 1, 1)}, answers.append, alone=False)
+        assert answers[0].reason == "cannot get the field 'when': a date is not a value of JSON"
+    finally:
+        pool.close()
+
+
+SCRIPT = """
+import realrl
+
+
+class Echo:
+    def reset(self):
+        return " say"
+
+    async def step(self, text):
+        return " again", 1.0, False
+
+
+run = realrl.GRPO(
+    model="{actor}", data="{data}", environment={{"factory": Echo, "max_turns": 3, "max_turn_tokens": 3}}, batch=4,
+    samples=2, max_new_tokens=60, steps=1, cluster="{cluster}", device="cpu", run_dir="{run}", kl=dict(coef=0),
+).train()
+print(run.metrics[-1]["actor.generate/turns"], run.metrics[-1]["actor.train/score"])
+"""
+
+
+@pytest.mark.parametrize("cluster", ["1x1", "1x2"])
+def test_a_class_of_a_script_is_an_environment(world: World, tmp_path: Path, cluster: str) -> None:
+    script = tmp_path / "script.py"
+    data = world.root / "ppo.jsonl"
+    script.write_text(SCRIPT.format(actor=world.actor, data=data, cluster=cluster, run=tmp_path / "run"))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.split()[-2:] == ["3.0", "3.0"], done.stderr

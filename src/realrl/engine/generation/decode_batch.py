@@ -146,7 +146,7 @@ class GenerateCall:
             row.done = True
             return
         row.away = True
-        self.turns.submit(row.number, row.tokens[row.turn_start :], cut=not self.has_ended(row))
+        self.turns.submit(row.number, row.tokens[row.turn_start :])
 
     def has_ended(self, row: DecodeRow) -> bool:
         """Return whether the model itself has ended the continuation, or its last turn."""

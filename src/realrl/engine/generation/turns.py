@@ -31,8 +31,8 @@ class Turns(Protocol):
     turn_tokens: int | None
     """Maximum tokens of a turn of the model; None for no limit."""
 
-    def submit(self, row: int, tokens: Sequence[int], *, cut: bool) -> None:
-        """Give the environment a turn of the model: its sampled tokens. `cut`: whether a limit ended the turn."""
+    def submit(self, row: int, tokens: Sequence[int]) -> None:
+        """Give the environment a turn of the model: its sampled tokens, with the token that ended it, if any."""
 
     def collect(self, *, idle: bool) -> Sequence[TurnReply]:
         """Return the replies that have arrived. If `idle`, there is nothing else to do, so wait a moment for

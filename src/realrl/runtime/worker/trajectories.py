@@ -1,8 +1,9 @@
 """Trajectories of a generate call in an environment: what its rows exchange with the objects of the environment."""
 
+import json
 import math
 import queue
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,7 @@ from realrl.dataflow.environment import (
 from realrl.engine.generation.turns import TurnReply, decode_replies, encode_replies
 from realrl.environments.pool import Answer, Failure
 from realrl.plan.placement import Placement
+from realrl.recipe.stop_strings import StopStrings
 from realrl.runtime.prepare.environments import Environments
 from realrl.runtime.processes.process import Process
 
@@ -64,7 +66,7 @@ class _Trajectory:
     def begin(self, number: int) -> None:
         """Start, or start again, with the object `number`; -1 for none."""
         self.number, self.length, self.turns, self.failed_calls = number, 0, 0, 0
-        self.turn_rewards = []
+        self.turn_rewards, self.full = [], False
 
 
 def begin_trajectories(
@@ -75,12 +77,14 @@ def begin_trajectories(
     records: Sequence[Mapping[str, Any]],
     origins: Sequence[str],
     new_tokens: int,
+    stop_token_ids: Collection[int],
+    stop: StopStrings | None,
     advance: Callable[[], None],
 ) -> "Trajectories":
     """Begin the trajectories of a generate call on this rank's replica.
 
     `records` has the fields for `reset`, and `origins` the origin of the record, of each row. `new_tokens`: maximum
-    tokens after a prompt. `advance` reports progress to the watchdog.
+    tokens after a prompt. `stop_token_ids` and `stop` end turns. `advance` reports progress to the watchdog.
     """
     rank, control = process.rank, process.control
     ranks = list_replica(placement, rank)
@@ -90,7 +94,16 @@ def begin_trajectories(
         return Trajectories(limit, _Follower(leader, control))
     rows = [_Trajectory(record, origin) for record, origin in zip(records, origins, strict=True)]
     others = [other for other in ranks if other != leader]
-    leading = _Leader(environments, rows, others, control, new_tokens=new_tokens, advance=advance)
+    leading = _Leader(
+        environments,
+        rows,
+        others,
+        control,
+        new_tokens=new_tokens,
+        stop_token_ids=stop_token_ids,
+        stop=stop,
+        advance=advance,
+    )
     return Trajectories(limit, leading)
 
 
@@ -107,8 +120,8 @@ class Trajectories:
         self.turn_tokens = turn_tokens
         self._side = side
 
-    def submit(self, row: int, tokens: Sequence[int], *, cut: bool) -> None:
-        self._side.submit(row, tokens, cut)
+    def submit(self, row: int, tokens: Sequence[int]) -> None:
+        self._side.submit(row, tokens)
 
     def collect(self, *, idle: bool) -> Sequence[TurnReply]:
         return self._side.collect(idle)
@@ -128,19 +141,20 @@ class _Follower:
     def __init__(self, leader: int, control: dist.ProcessGroup | None) -> None:
         self._leader, self._control = leader, control
 
-    def submit(self, row: int, tokens: Sequence[int], cut: bool) -> None:
+    def submit(self, row: int, tokens: Sequence[int]) -> None:
         """Do nothing: the leader has sampled the same tokens."""
 
     def collect(self, idle: bool) -> list[TurnReply]:
         head = torch.empty(_HEAD, dtype=torch.int64)
         dist.recv(head, self._leader, group=self._control, tag=_TAG)
         size, failed = head.tolist()
-        if failed:
-            raise UserCodeError("the environment has failed on another rank", alone=True)
         if not size:
             return []
         numbers = torch.empty(size, dtype=torch.int64)
         dist.recv(numbers, self._leader, group=self._control, tag=_TAG)
+        if failed:
+            message, trace = json.loads(bytes(numbers.tolist()))
+            raise UserCodeError(message, trace, alone=True)
         return list(decode_replies(numbers.numpy()))
 
 
@@ -155,26 +169,29 @@ class _Leader:
         control: dist.ProcessGroup | None,
         *,
         new_tokens: int,
+        stop_token_ids: Collection[int],
+        stop: StopStrings | None,
         advance: Callable[[], None],
     ) -> None:
         self._environments = environments
         self._config, self._pool = environments.config, environments.pool
         self._rows, self._others, self._control = rows, others, control
         self._new_tokens, self._advance = new_tokens, advance
+        self._stop_token_ids, self._stop = stop_token_ids, stop
         self._answers: queue.SimpleQueue[tuple[int, int, Answer]] = queue.SimpleQueue()
         """Answers of objects: (row, number of the object, answer)."""
         self._sent: list[tuple[dist.Work, Tensor]] = []
         for row in range(len(rows)):
             self._reset(row)
 
-    def submit(self, row: int, tokens: Sequence[int], cut: bool) -> None:
+    def submit(self, row: int, tokens: Sequence[int]) -> None:
         """Give a turn of the model to its object."""
         trajectory = self._rows[row]
         trajectory.length += len(tokens)
         trajectory.last = tokens[-1]
         trajectory.turns += 1
         last = trajectory.length >= self._new_tokens or trajectory.turns == self._config.max_turns
-        text = self._environments.template.read(tokens if cut else tokens[:-1])
+        text = self._environments.template.read(tokens, self._stop_token_ids, self._stop)
         self._pool.act(trajectory.number, text, last, self._put(row))
 
     def collect(self, idle: bool) -> list[TurnReply]:
@@ -186,11 +203,12 @@ class _Leader:
                 if number == self._rows[row].number:
                     reply = self._reply(row, answer)
                     replies += [] if reply is None else [reply]
-        except UserCodeError:
-            self._tell((), failed=True)
+        except UserCodeError as error:
+            # The first rank to fail may be any of them, so all say the same.
+            self._send(torch.tensor([*json.dumps([str(error), error.trace]).encode()]), failed=True)
             raise
         self._advance()
-        self._tell(replies)
+        self._send(torch.from_numpy(encode_replies(replies)))
         return replies
 
     def outputs(self, batch: Batch) -> dict[str, Ragged]:
@@ -240,7 +258,7 @@ class _Leader:
         if answer["reward"] is not None:
             trajectory.turn_rewards.append((trajectory.length, answer["reward"]))
         if answer["done"]:
-            self._pool.forget(trajectory.number)
+            self._pool.drop(trajectory.number, close=False)
             if answer["total"] is not None:
                 trajectory.reward = answer["total"]
             return TurnReply(row, done=True)
@@ -261,7 +279,7 @@ class _Leader:
     def _fail(self, row: int, failure: Failure) -> TurnReply | None:
         """Start a trajectory again after its object failed, or give it up."""
         trajectory = self._rows[row]
-        self._pool.close_trajectory(trajectory.number)
+        self._pool.drop(trajectory.number, close=True)
         trajectory.attempt += failure.own
         trajectory.suspect |= failure.suspect
         if trajectory.attempt <= self._config.retries:
@@ -277,11 +295,8 @@ class _Leader:
         trajectory.failed = True
         return TurnReply(row, done=True, restart=True)
 
-    def _tell(self, replies: Sequence[TurnReply], *, failed: bool = False) -> None:
-        """Send replies to the other ranks of the replica."""
-        if not self._others:
-            return
-        numbers = torch.from_numpy(encode_replies(replies))
+    def _send(self, numbers: Tensor, *, failed: bool = False) -> None:
+        """Send replies, or the message of a failure, to the other ranks of the replica. [N] int64"""
         head = torch.tensor([len(numbers), int(failed)])
         self._sent = [(work, tensor) for work, tensor in self._sent if not work.is_completed()]
         for rank in self._others:
@@ -289,6 +304,9 @@ class _Leader:
                 work = dist.isend(tensor, rank, group=self._control, tag=_TAG)
                 assert work is not None, "this rank is part of the control group"
                 self._sent.append((work, tensor))
+        if failed:
+            for work, _ in self._sent:
+                work.wait()
 
 
 def summarize_trajectories(batch: Batch) -> Metrics:

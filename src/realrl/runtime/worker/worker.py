@@ -382,6 +382,8 @@ class Worker:
             records=records,
             origins=[step.origins[item] if step.origins else "" for item in batch.ids],
             new_tokens=sampling.max_new_tokens,
+            stop_token_ids=self._find_stop_token_ids(sampling),
+            stop=StopStrings.of(self._tokenizer, sampling),
             advance=now.advance,
         )
 
