@@ -1,15 +1,19 @@
 """What the sampler computes step by step is what the trainer computes at once."""
 
+from array import array
 from collections.abc import Callable
 
 import pytest
 import torch
 from small_models import pack, random_rows
 
+from realrl.data.batch import Ragged
+from realrl.engine.generation.prefill import PrefillPass
+from realrl.engine.generation.scheduler import DecodeRow, Prompt, RowPrefill
 from realrl.families.shape import ModelShape
 from realrl.layout.kv_blocks import BLOCK_TOKENS, CacheSize
 from realrl.model.kv_cache import PagedCache
-from realrl.model.packing import Packing
+from realrl.model.packing import Packing, Prefill
 from realrl.model.paged_attention import CachedRows, CachePlaces
 
 BLOCKS = 3
@@ -38,8 +42,9 @@ def prefilled(model, prompts: list[torch.Tensor], of_row: list[int]) -> tuple[Pa
     )
     tokens, lengths = pack([prompt[:-1] for prompt in prompts])
     positions = torch.cat([torch.arange(n) + BLOCK_TOKENS * table(i)[0] for i, n in enumerate(lengths)])
-    places = CachePlaces(None, positions // BLOCK_TOKENS, positions % BLOCK_TOKENS)
-    assert model.prefill(tokens, Packing.of(lengths, "cpu"), cache, places) is None
+    places = CachePlaces(positions // BLOCK_TOKENS, positions % BLOCK_TOKENS)
+    packing = Packing.of(lengths, "cpu")
+    assert model.prefill(tokens, Prefill(packing.positions, places, packing, None), cache) is None
     starts = [of_row.index(i) for i in range(len(prompts))]
     rows = CachedRows(
         prompt_tables=torch.tensor([table(i) for i in of_row]),
@@ -71,3 +76,34 @@ def test_prefill_and_decode_give_the_logits_of_one_forward_pass(
         for i, prompt in enumerate(of_row):
             position = len(prompts[prompt]) - 1 + step
             torch.testing.assert_close(logits[i], expected[i][position], atol=2e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [1, 5, 40])
+def test_parts_of_sequences_follow_what_the_cache_holds(
+    length: int, shape: ModelShape, twins: Callable
+) -> None:
+    model, _, _ = twins(shape, "lm")
+    prompts = random_rows(shape.vocab_size, [4, 19])
+    given = random_rows(shape.vocab_size, [length, length + 3])
+    rows = [torch.cat(both) for both in zip(prompts, given, strict=True)]
+    expected = forward_logits(model, rows)
+    cache, cached = prefilled(model, prompts, [0, 1])
+    parts = [
+        RowPrefill(
+            DecodeRow(
+                i, Prompt(i, len(prompt), table(i)), array("q", given[i].tolist()), blocks=table(2 + i)
+            ),
+            len(prompt) - 1,
+            len(rows[i]) - 1,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    part = PrefillPass.of(parts, Ragged.of(prompts), torch.device("cpu"), run_rows=3)
+    model.prefill(part.tokens, part.prefill, cache)
+    cached.own_lengths.copy_(torch.tensor([len(tokens) for tokens in given]))
+    newest = torch.stack([row[-1] for row in rows])
+    weights = model.prepare_decoding()
+    logits = model.compute_logits(model.decode(newest, weights, cache, cached), weights)
+    for found, row in zip(logits, expected, strict=True):
+        torch.testing.assert_close(found, row[-1], atol=2e-5, rtol=1e-5)

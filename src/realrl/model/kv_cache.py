@@ -55,12 +55,10 @@ class PagedCache:
     def record(self, places: CachePlaces) -> RecordedRouting:
         """Make a routing that writes the chosen experts of tokens into the cache, at the tokens' places."""
         assert self.experts is not None, "the cache has no room for experts"
-        return RecordedRouting(self.experts, (places.blocks, places.offsets), places.source, LIKELIEST)
+        return RecordedRouting(self.experts, (places.blocks, places.offsets), LIKELIEST)
 
     def store(self, layer: int, k: Tensor, v: Tensor, places: CachePlaces) -> None:
-        """Store keys and values of packed sequences. k, v: [T, kv_heads, D]"""
-        if places.source is not None:
-            k, v = k.index_select(0, places.source), v.index_select(0, places.source)
+        """Store keys and values of tokens at their places. k, v: [N, kv_heads, D]"""
         self.k[layer][places.blocks, :, places.offsets] = k
         self.v[layer][places.blocks, :, places.offsets] = v
 

@@ -122,6 +122,20 @@ class Packing:
         return self._blocked[run_rows]
 
 
+@dataclass(frozen=True, eq=False)
+class Prefill:
+    """T tokens whose keys and values are stored in a cache: whole sequences, and then parts of sequences that begin
+    in the cache."""
+
+    positions: Tensor
+    """Position of each token in its sequence. [T] int64"""
+    places: CachePlaces
+    whole: Packing | None
+    """The whole sequences; None if there are none."""
+    parts: KeyRuns | None
+    """Keys that the tokens of the parts see, their own included; None if there are no parts."""
+
+
 def _arrange_blocks(packing: Packing, run_rows: int) -> BlockedKeys:
     lengths = torch.tensor(packing.lengths)
     sequences = torch.arange(len(lengths)).repeat_interleave(lengths)
@@ -137,7 +151,7 @@ def _arrange_blocks(packing: Packing, run_rows: int) -> BlockedKeys:
             positions % BLOCK_TOKENS,
             tables,
             positions + 1,
-            torch.zeros(1, dtype=torch.int64),
+            torch.zeros((1, 1), dtype=torch.int64),
             torch.zeros_like(positions),
             torch.cat((first_rows, starts[-1:])),
         ],
@@ -145,11 +159,12 @@ def _arrange_blocks(packing: Packing, run_rows: int) -> BlockedKeys:
     )
     return BlockedKeys(
         count=int(first_blocks[-1]),
-        places=CachePlaces(None, blocks, offsets),
+        places=CachePlaces(blocks, offsets),
         runs=KeyRuns(
             shared_tables=tables,
             shared_lengths=seen,
             own_tables=no_table,
+            own_numbers=none,
             own_lengths=none,
             starts=runs,
             most=run_rows,

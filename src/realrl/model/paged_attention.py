@@ -26,12 +26,10 @@ thread then costs little."""
 
 @dataclass(frozen=True, eq=False)
 class CachePlaces:
-    """Where tokens of packed sequences lie in the cache."""
+    """Where tokens lie in the cache."""
 
-    source: Tensor | None
-    """Indices of the packed tokens that are stored; None for all tokens. [N] int64"""
     blocks: Tensor
-    """Block of each stored token. [N] int64"""
+    """Block of each token. [N] int64"""
     offsets: Tensor
     """Position within the block. [N] int64"""
 
@@ -45,8 +43,9 @@ class KeyRuns:
     shared_lengths: Tensor
     """How many of the shared keys each row sees. [N] int64"""
     own_tables: Tensor
-    """Blocks of a row's own keys, which follow the shared keys. [N, any] int64, or [any] if rows have no own
-    keys"""
+    """Blocks of own keys, which follow the shared keys. [tables, any] int64"""
+    own_numbers: Tensor
+    """Index of each row's table of own keys; on a GPU, it is the same for all rows of a run. [N] int64"""
     own_lengths: Tensor
     """How many own keys each row sees. [N] int64"""
     starts: Tensor
@@ -82,15 +81,16 @@ class CachedRows:
         """Places of the tokens that are decoded now."""
         number = (self.own_lengths // BLOCK_TOKENS).unsqueeze(-1)
         blocks = self.own_tables.gather(1, number).squeeze(-1)
-        return CachePlaces(None, blocks, self.own_lengths % BLOCK_TOKENS)
+        return CachePlaces(blocks, self.own_lengths % BLOCK_TOKENS)
 
     @property
     def runs(self) -> KeyRuns:
         """Keys that each row sees, including the newest key. On a CPU, a run has all rows of a prompt; on a GPU, it
         has one row."""
         own_lengths = self.own_lengths + 1
+        numbers = torch.arange(len(own_lengths) + 1, device=own_lengths.device)
         if self.prompt_starts is None or on_gpu(own_lengths):
-            starts = torch.arange(len(own_lengths) + 1, device=own_lengths.device)
+            starts = numbers
             tables, longest = self.prompt_tables, 0
         else:
             starts = self.prompt_starts
@@ -100,6 +100,7 @@ class CachedRows:
             shared_tables=tables,
             shared_lengths=self.prompt_lengths,
             own_tables=self.own_tables,
+            own_numbers=numbers[:-1],
             own_lengths=own_lengths,
             starts=starts,
             most=self.most,
@@ -193,7 +194,14 @@ def attend_to_runs(
     layer of a `PagedCache` -> [N, heads * D]
     """
     kv_heads, dim = k.shape[1], k.shape[3]
-    tables = runs.shared_tables, runs.shared_lengths, runs.own_tables, runs.own_lengths, runs.starts
+    tables = (
+        runs.shared_tables,
+        runs.shared_lengths,
+        runs.own_tables,
+        runs.own_numbers,
+        runs.own_lengths,
+        runs.starts,
+    )
     if on_gpu(qkv):
         out = qkv.new_empty(len(qkv), heads * dim)
         launch = load_kernels().exact.launch_run_attention

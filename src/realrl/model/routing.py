@@ -31,17 +31,14 @@ EXPERT_DTYPE = torch.int16
 class RecordedRouting(Routing):
     """Routing by `inner`, with the chosen experts recorded for router replay."""
 
-    def __init__(
-        self, record: Tensor, places: tuple[Tensor, ...], source: Tensor | None, inner: Routing
-    ) -> None:
+    def __init__(self, record: Tensor, places: tuple[Tensor, ...], inner: Routing) -> None:
         """`record` is [layers of the stage, ..., k] EXPERT_DTYPE. `places` index its middle dims, one index per
-        recorded token, [N]. `source` selects the recorded tokens, [N]; None for all."""
-        self._record, self._places, self._source, self._inner = record, places, source, inner
+        token, [T]."""
+        self._record, self._places, self._inner = record, places, inner
 
     def route(self, layer: int, probabilities: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
         weighed, experts = self._inner.route(layer, probabilities, per_token)
-        kept = experts if self._source is None else experts.index_select(0, self._source)
-        self._record[layer][self._places] = kept.to(EXPERT_DTYPE)
+        self._record[layer][self._places] = experts.to(EXPERT_DTYPE)
         return weighed, experts
 
     def skip(self, layer: int) -> None:

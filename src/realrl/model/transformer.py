@@ -22,8 +22,8 @@ from realrl.model.kv_cache import PagedCache
 from realrl.model.layer import Layer, Norm, RotaryTables
 from realrl.model.logprobs import cap_logits, compute_token_logprobs, find_likeliest_tokens
 from realrl.model.matrices import DecodeWeights, Matrices
-from realrl.model.packing import Packing
-from realrl.model.paged_attention import CachedRows, CachePlaces
+from realrl.model.packing import Packing, Prefill
+from realrl.model.paged_attention import CachedRows, attend_to_runs
 from realrl.model.quantised import find_matrices
 from realrl.model.rotary import make_rotation
 from realrl.model.routing import LIKELIEST, Routing
@@ -167,8 +167,8 @@ class Transformer(nn.Module):
         positions = packing.positions
         return self._run_layers(x, positions, attend, tp, self._matrices, routing, recompute=recompute)
 
-    def prefill(self, x: Tensor, packing: Packing, cache: PagedCache, places: CachePlaces) -> Tensor | None:
-        """Compute keys and values of packed sequences, and store them at their places in the cache.
+    def prefill(self, x: Tensor, tokens: Prefill, cache: PagedCache) -> Tensor | None:
+        """Compute keys and values of tokens, and store them at their places in the cache.
 
         x: as for `forward`. Returns hidden states for the next stage [T, H]. The last stage returns None and stops
         after the last layer's keys and values, because nothing needs its output.
@@ -179,12 +179,23 @@ class Transformer(nn.Module):
         def attend(layer: int, qkv: Tensor, rule: AttentionRule) -> Tensor:
             qkv = self._repeat_kv_heads(qkv)
             _, k, v = split_heads(qkv, heads, kv_heads)
-            cache.store(layer, k, v, places)
-            return varlen_attention(qkv, packing, heads, kv_heads, rule, exact=self._products.exact)
+            # Parts of sequences read keys that this pass may have stored for other parts.
+            cache.store(layer, k, v, tokens.places)
+            found = []
+            if tokens.whole is not None:
+                of_whole = qkv[: len(tokens.whole.positions)]
+                exact = self._products.exact
+                found.append(varlen_attention(of_whole, tokens.whole, heads, kv_heads, rule, exact=exact))
+            if tokens.parts is not None:
+                of_parts = qkv[len(qkv) - len(tokens.parts.own_lengths) :]
+                found.append(
+                    attend_to_runs(of_parts, cache.k[layer], cache.v[layer], tokens.parts, heads, rule)
+                )
+            return torch.cat(found) if len(found) > 1 else found[0]
 
-        record = None if cache.experts is None else cache.record(places)
-        tp = TensorParallel(self.tensor_group, len(packing.positions))
-        x, tables = self._enter(x, packing.positions, tp)
+        record = None if cache.experts is None else cache.record(tokens.places)
+        tp = TensorParallel(self.tensor_group, len(tokens.positions))
+        x, tables = self._enter(x, tokens.positions, tp)
         count = len(self.layers) - self.shard.last
         for i, layer in enumerate(self.layers[:count]):
             x = layer(x, tables[i], partial(attend, i), tp, self._matrices, record or LIKELIEST)
@@ -192,7 +203,7 @@ class Transformer(nn.Module):
             return x
         last = cast(Layer, self.layers[count])
         qkv = self._repeat_kv_heads(last.compute_qkv(x, tables[count], tp, self._matrices))
-        cache.store(count, *split_heads(qkv, heads, kv_heads)[1:], places)
+        cache.store(count, *split_heads(qkv, heads, kv_heads)[1:], tokens.places)
         if record is not None:
             record.skip(count)
         return None

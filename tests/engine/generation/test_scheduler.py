@@ -1,6 +1,5 @@
 """Scheduler of continuous batching: whatever comes, blocks are owned once, and every row is completed."""
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 from hypothesis import given, settings
@@ -23,7 +22,15 @@ class Call:
     batches: int
     steps: int
     prefill_tokens: int
+    given: int = 0
+    """Number of tokens that an environment gives before each turn of the model; 0 for no environment."""
+    turn: int = 1
+    """Number of tokens of a turn of the model, with an environment."""
+    slow: int = 1
+    """An environment answers a row once this many turns of a decode batch have been planned."""
     log: list[object] = field(default_factory=list)
+    prefilled: int = 0
+    """Number of tokens that were prefilled."""
 
     @property
     def size(self) -> CacheSize:
@@ -45,7 +52,8 @@ class Call:
         return rows
 
     def run(self) -> tuple[dict[DecodeRow, int], Scheduler]:
-        """Run it; `stored` are the tokens of each row and prompt that have been written to their blocks."""
+        """Run it; `stored` maps each written place of the cache to the row or prompt that owns it, and to the
+        token's position."""
         rows = self.rows()
         scheduler = Scheduler(
             rows,
@@ -54,23 +62,39 @@ class Call:
             new_tokens=self.new_tokens,
             steps=self.steps,
             prefill_tokens=self.prefill_tokens,
+            waiting=self.given > 0,
         )
-        turns = [scheduler.plan(i) for i in range(self.batches)]
-        stored: Counter[object] = Counter()
+        waits = dict.fromkeys(rows, self.slow)
+
+        def answer() -> None:
+            resumed = []
+            for row in rows:
+                if row not in scheduler._away:
+                    waits[row] = self.slow
+                    continue
+                waits[row] -= 1
+                if waits[row] <= 0 and len(row.tokens) + self.given >= rows[row]:
+                    scheduler.finish(row)
+                elif waits[row] <= 0:
+                    row.give([0] * self.given)
+                    resumed.append(row)
+            scheduler.resume(resumed)
+
+        turns = [scheduler.plan(i, answer) for i in range(self.batches)]
+        stored: dict[tuple[int, int], tuple[object, int]] = {}
         for _ in range(10_000):
             if scheduler.done:
                 return rows, scheduler
             for i in range(self.batches):
                 self.log.append([row.number for row in turns[i].rows])
-                self.check(turns, stored)
+                self.check(turns, rows)
                 self.decode(turns[i], rows, stored)
-                turns[i] = scheduler.plan(i)
+                turns[i] = scheduler.plan(i, answer)
         raise AssertionError("it never ends")
 
-    def check(self, turns: list[DecodeTurn], stored: Counter[object]) -> None:
-        running = [row for turn in turns for row in turn.rows]
-        prompts = {row.prompt for row in running}
-        owned = [block for owner in (*running, *prompts) for block in owner.blocks]
+    def check(self, turns: list[DecodeTurn], rows: dict[DecodeRow, int]) -> None:
+        prompts = {row.prompt for row in rows}
+        owned = [block for owner in (*rows, *prompts) for block in owner.blocks]
         assert len(set(owned)) == len(owned) and all(SCRATCH < b <= self.size.blocks for b in owned)
         limit = -(-self.size.rows // self.batches)
         for turn in turns:
@@ -83,24 +107,44 @@ class Call:
                     row.prompt.blocks
                 ) == count_prompt_blocks(row.prompt.length)
 
-    def decode(self, turn: DecodeTurn, ends: dict[DecodeRow, int], stored: Counter[object]) -> None:
+    def decode(
+        self,
+        turn: DecodeTurn,
+        ends: dict[DecodeRow, int],
+        stored: dict[tuple[int, int], tuple[object, int]],
+    ) -> None:
         tokens = [prefill.tokens for prefill in turn.prefills]
         assert all(tokens) and (len(tokens) < 2 or sum(tokens) <= self.prefill_tokens)
+        self.prefilled += sum(tokens)
         for prefill in turn.prefills:
-            shared = prefill.row.prompt.length - 1
-            if prefill.first == 0:
-                stored[prefill.row.prompt] = shared
-            stored[prefill.row] = prefill.length - shared
+            row = prefill.row
+            for position in range(prefill.first, prefill.length):
+                owner, place = place_of(row, position)
+                stored[place] = owner, position
         for row in turn.rows:
-            # All that a row attends to has been stored, and nothing of it since its blocks were given back.
-            assert stored[row.prompt] == row.prompt.length - 1
-            assert stored[row] == len(row.tokens) or not row.tokens
+            # All that a row attends to has been stored, and nothing else since.
+            for position in range(row.prompt.length - 1 + len(row.tokens)):
+                owner, place = place_of(row, position)
+                assert stored[place] == (owner, position)
             for _ in range(turn.steps):
+                owner, place = place_of(row, row.prompt.length - 1 + len(row.tokens))
+                stored[place] = owner, row.prompt.length - 1 + len(row.tokens)
                 row.tokens.append(0)
-                stored[row] = len(row.tokens)
+                row.logprobs.append(0.0)
+                if self.given and len(row.tokens) in (row.turn_start + self.turn, ends[row]):
+                    row.away = True
+                    break
                 if len(row.tokens) == ends[row]:
                     row.done = True
                     break
+
+
+def place_of(row: DecodeRow, position: int) -> tuple[object, tuple[int, int]]:
+    """The owner and the place in the cache of a token of a row."""
+    shared = row.prompt.length - 1
+    owner = row.prompt if position < shared else row
+    block, offset = divmod(position if position < shared else position - shared, BLOCK_TOKENS)
+    return owner, (owner.blocks[block], offset)
 
 
 CALLS = st.builds(
@@ -116,6 +160,9 @@ CALLS = st.builds(
     batches=st.integers(1, 3),
     steps=st.sampled_from([1, 4, 16]),
     prefill_tokens=st.sampled_from([1, 60, 4096]),
+    given=st.sampled_from([0, 1, 7]),
+    turn=st.integers(1, 20),
+    slow=st.sampled_from([0, 1, 5]),
 )
 
 
@@ -123,7 +170,8 @@ CALLS = st.builds(
 @given(CALLS)
 def test_every_row_is_completed_and_all_blocks_return(call: Call) -> None:
     rows, scheduler = call.run()
-    assert all(len(row.tokens) == end and row.done for row, end in rows.items())
+    # With an environment, a row is complete when its answer has no room.
+    assert all(end - call.given <= len(row.tokens) <= end and row.done for row, end in rows.items())
     assert scheduler._pool.free == call.size.blocks
     assert not any(row.blocks for row in rows)
 
@@ -142,7 +190,12 @@ def test_decisions_depend_on_nothing_but_lengths(call: Call) -> None:
 @given(CALLS)
 def test_nothing_is_preempted_where_the_cache_holds_everything(call: Call) -> None:
     call.capacity = 1 << 20
-    call.run()
+    rows, _ = call.run()
+    if call.given:
+        # What an environment gives is prefilled once. A prompt may be prefilled again when its other rows are done.
+        prompts = sum(row.prompt.length - 1 for row in rows)
+        assert call.prefilled <= prompts + sum(len(row.given) * call.given for row in rows)
+        return
     for number in range(sum(map(len, call.lengths))):
         for batch in range(call.batches):
             turns = "".join("x" if number in rows else "." for rows in call.log[batch :: call.batches])

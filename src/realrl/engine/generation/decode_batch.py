@@ -27,6 +27,7 @@ from realrl.layout.kv_blocks import (
     count_steps_per_look,
     size_cache,
 )
+from realrl.model.paged_attention import count_run_rows
 from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.stop_strings import StopStrings
 
@@ -263,12 +264,13 @@ class DecodeBatch:
         """Compute the keys and values of sequences, and store them in the cache."""
         call = self._call
         model = call.model
-        part = PrefillPass.of(prefills, call.prompts, model.device)
+        run_rows = count_run_rows(len(model.shard.queries), model.transformer.cache_kv_heads)
+        part = PrefillPass.of(prefills, call.prompts, model.device, run_rows=run_rows)
         pending, self._prefill_recv = self._prefill_recv, None
         x = part.tokens if pending is None else pending.wait()
         del pending
         with model.counts.prefill():
-            hidden = model.transformer.prefill(x, part.packing, call.memory.cache, part.places)
+            hidden = model.transformer.prefill(x, part.prefill, call.memory.cache)
         if hidden is not None:
             model.pipeline.send(hidden, followed=True)
 

@@ -1,4 +1,4 @@
-"""Prefill passes: packed sequences, and the cache places of their keys and values."""
+"""Prefill passes: packed tokens, where their keys and values are stored, and which keys they see."""
 
 from array import array
 from collections.abc import Sequence
@@ -8,53 +8,98 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from realrl.data.batch import Ragged
-from realrl.engine.generation.scheduler import RowPrefill
+from realrl.data.batch import Ragged, copy_to_device
+from realrl.engine.generation.scheduler import SCRATCH, RowPrefill
 from realrl.layout.kv_blocks import BLOCK_TOKENS
-from realrl.model.packing import Packing
-from realrl.model.paged_attention import CachePlaces
+from realrl.model.packing import Packing, Prefill
+from realrl.model.paged_attention import CachePlaces, KeyRuns
 
 
 @dataclass(frozen=True, eq=False)
 class PrefillPass:
-    """Forward pass over the T tokens of sequences that are about to be continued."""
+    """Forward pass over T tokens of sequences that are about to be continued."""
 
     tokens: Tensor
     """[T] int64"""
-    packing: Packing
-    places: CachePlaces
+    prefill: Prefill
 
     @classmethod
-    def of(cls, prefills: Sequence[RowPrefill], prompts: Ragged, device: torch.device) -> "PrefillPass":
-        """Pack the sequences of `prefills`. `prompts` has all prompts, on the host, in the order of their
-        numbers."""
-        lengths = [prefill.length for prefill in prefills]
-        tokens = torch.cat([_read_tokens(prefill, prompts) for prefill in prefills])
-        places = np.concatenate([_find_places(prefill) for prefill in prefills])
-        source = None
-        if any(prefill.first for prefill in prefills):
-            starts = np.cumsum([0, *lengths])
-            source = torch.from_numpy(
-                np.concatenate([starts[i] + np.arange(p.first, p.length) for i, p in enumerate(prefills)])
-            ).to(device)
-        blocks, offsets = (torch.from_numpy(part).to(device) for part in np.divmod(places, BLOCK_TOKENS))
-        return cls(tokens.to(device), Packing.of(lengths, device), CachePlaces(source, blocks, offsets))
+    def of(
+        cls, prefills: Sequence[RowPrefill], prompts: Ragged, device: torch.device, *, run_rows: int
+    ) -> "PrefillPass":
+        """Pack the tokens of `prefills`. `prompts` has all prompts, on the host, in the order of their numbers. In
+        parts of sequences, up to `run_rows` neighbouring tokens read keys together."""
+        whole = [prefill for prefill in prefills if not prefill.first]
+        parts = [prefill for prefill in prefills if prefill.first]
+        ordered = whole + parts
+        positions = np.concatenate([np.arange(prefill.first, prefill.length) for prefill in ordered])
+        places = np.concatenate([_find_places(prefill) for prefill in ordered])
+        blocks, offsets = np.divmod(places, BLOCK_TOKENS)
+        host = [torch.cat([_read_tokens(prefill, prompts) for prefill in ordered])]
+        host += [torch.from_numpy(of) for of in (positions, blocks, offsets)]
+        tokens, positions_there, blocks_there, offsets_there = copy_to_device(host, device)
+        return cls(
+            tokens,
+            Prefill(
+                positions_there,
+                CachePlaces(blocks_there, offsets_there),
+                Packing.of([prefill.length for prefill in whole], device) if whole else None,
+                _find_runs(parts, run_rows, device) if parts else None,
+            ),
+        )
 
 
 def _read_tokens(prefill: RowPrefill, prompts: Ragged) -> Tensor:
-    """Read a sequence that is prefilled: its prompt and the tokens generated so far, without the newest token."""
+    """Read the tokens that are prefilled. [length - first]"""
     row = prefill.row
     prompt = prompts.row(row.prompt.number)
-    return torch.cat([prompt, as_tensor(row.tokens, torch.int64)])[: prefill.length]
+    return torch.cat([prompt, as_tensor(row.tokens, torch.int64)])[prefill.first : prefill.length]
 
 
 def _find_places(prefill: RowPrefill) -> np.ndarray:
-    """Find the cache places (block * BLOCK_TOKENS + offset) of the tokens that are stored. [length - first]
+    """Find the cache places (block * BLOCK_TOKENS + offset) of the tokens that are prefilled. [length - first]
     int64"""
     row = prefill.row
     shared = row.prompt.length - 1
     prompt, own = list_places(row.prompt.blocks), list_places(row.blocks)
     return np.concatenate([prompt[:shared], own[: prefill.length - shared]])[prefill.first :]
+
+
+def _find_runs(parts: Sequence[RowPrefill], run_rows: int, device: torch.device) -> KeyRuns:
+    """Find the keys that the tokens of parts see. A run has neighbouring tokens of one part."""
+    prompts = [part.row.prompt for part in parts]
+    # The prompt is in the cache as a whole, so each of the tokens is behind it.
+    assert all(part.first >= part.row.prompt.length - 1 for part in parts), "a part begins behind its prompt"
+    tokens = [part.tokens for part in parts]
+    numbers = np.arange(len(parts)).repeat(tokens)
+    shared = np.array([prompt.length - 1 for prompt in prompts])[numbers]
+    seen = np.concatenate([np.arange(part.first, part.length) for part in parts]) + 1
+    within = np.concatenate([np.arange(count) for count in tokens])
+    starts = np.flatnonzero(within % run_rows == 0)
+    tables = [_as_table([prompt.blocks for prompt in prompts])[numbers[starts]]]
+    tables += [_as_table([part.row.blocks for part in parts])]
+    rows = [shared, numbers, seen - shared, np.append(starts, len(numbers))]
+    shared_tables, own_tables, shared_lengths, own_numbers, own_lengths, run_starts = copy_to_device(
+        [torch.from_numpy(of) for of in (*tables, *rows)], device
+    )
+    return KeyRuns(
+        shared_tables=shared_tables,
+        shared_lengths=shared_lengths,
+        own_tables=own_tables,
+        own_numbers=own_numbers,
+        own_lengths=own_lengths,
+        starts=run_starts,
+        most=run_rows,
+        longest=max(part.length for part in parts),
+    )
+
+
+def _as_table(blocks: Sequence[Sequence[int]]) -> np.ndarray:
+    """Write lists of blocks as the rows of a table. [N, most blocks] int64"""
+    table = np.full((len(blocks), max(1, *map(len, blocks))), SCRATCH, dtype=np.int64)
+    for row, listed in zip(table, blocks, strict=True):
+        row[: len(listed)] = listed
+    return table
 
 
 def list_places(blocks: Sequence[int]) -> np.ndarray:

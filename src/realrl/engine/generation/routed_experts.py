@@ -27,7 +27,7 @@ class RoutedExperts:
         """Experts of each row's own segment. A part is read whenever the row leaves the cache. [n, layers, k]
         each"""
         self._prompts: dict[int, Tensor] = {}
-        """Experts of the prompt's segment, for each row that has finished, or ended a turn."""
+        """Experts of the prompt's segment, for each row that has left the cache."""
 
     def read(self, released: Sequence[ReleasedRow]) -> None:
         """Read the experts of rows that leave the cache, before other rows overwrite their blocks.
@@ -41,20 +41,20 @@ class RoutedExperts:
         places = torch.from_numpy(np.concatenate(spans)).to(self._record.device)
         found = self._record.index_select(1, places).transpose(0, 1).cpu()
         for one, part in zip(released, found.split([len(span) for span in spans]), strict=True):
-            row = one.row
-            shared = row.prompt.length - 1 if one.ends else 0
-            if one.ends:
-                self._prompts[row.number] = part[:shared]
-            self._own[row.number].append(part[shared:])
+            number = one.row.number
+            shared = 0
+            if number not in self._prompts:
+                shared = one.row.prompt.length - 1
+                self._prompts[number] = part[:shared]
+            self._own[number].append(part[shared:])
 
     def _find_span(self, released: ReleasedRow) -> np.ndarray:
-        """Find the cache places to read. They hold the row's own tokens that have not been read yet and, if the row
-        is finished, the tokens of its prompt."""
+        """Find the cache places to read. They hold the tokens of the row's own segment that have not been read yet
+        and, if the row leaves for the first time, those of its prompt."""
         row = released.row
         known = sum(len(part) for part in self._own[row.number])
-        # The own segment starts with the prompt's last token. The newest token has not passed through the model.
-        own = list_places(released.blocks)[known : released.tokens]
-        if not released.ends:
+        own = list_places(released.blocks)[known : released.cached]
+        if row.number in self._prompts:
             return own
         return np.concatenate([list_places(released.prompt_blocks)[: row.prompt.length - 1], own])
 

@@ -7,7 +7,9 @@ youngest row is preempted: it frees its blocks, returns to the head of the queue
 its generated tokens.
 
 With an environment, a row whose turn has ended leaves its batch, too. It waits outside the queue until the
-environment has answered, and then returns to the head of the queue.
+environment has answered, and then returns to the head of the queue. It keeps its blocks meanwhile, so that only new
+tokens are prefilled later. But running rows come first: if they need blocks, waiting rows are evicted. An evicted
+row is prefilled as a whole.
 
 Plans depend only on the order in which `plan` is called and on the lengths of rows. So all ranks of a pipeline and
 of a tensor-parallel group make the same plans from the same tokens.
@@ -45,13 +47,13 @@ class BlockPool:
 
 @dataclass(eq=False)
 class Prompt:
-    """Prompt of one or more rows, and the blocks that they share while any of them runs."""
+    """Prompt of one or more rows, and the blocks that they share while any of them is in the cache."""
 
     number: int
     length: int
     blocks: list[int] = field(default_factory=list)
-    running: int = 0
-    """Number of running rows."""
+    holders: int = 0
+    """Number of its rows in the cache."""
 
 
 @dataclass(eq=False)
@@ -64,6 +66,10 @@ class DecodeRow:
     """Continuation so far."""
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
     blocks: list[int] = field(default_factory=list)
+    """Blocks of its own segment; empty if the row is not in the cache."""
+    cached: int = 0
+    """Number of tokens of its own segment in the cache while the row waits there. The segment begins with the last
+    token of the prompt."""
     done: bool = False
     """Whether the continuation is complete."""
     stopped: bool = False
@@ -91,6 +97,7 @@ class DecodeRow:
     def restart(self) -> None:
         """Drop the continuation."""
         del self.tokens[:], self.logprobs[:], self.given[:]
+        self.cached = 0
         self.stopped = False
 
 
@@ -98,8 +105,8 @@ class DecodeRow:
 class RowPrefill:
     """Tokens that are computed before `row` is decoded: its prompt and generated tokens, except the newest token.
 
-    Keys and values at positions `first` to `length` - 1 are stored; running rows of the prompt have already stored
-    keys and values at earlier positions.
+    These are positions `first` to `length` - 1. Keys and values of earlier positions are in the cache, or the same
+    pass stores them for another row of the prompt.
     """
 
     row: DecodeRow
@@ -108,24 +115,21 @@ class RowPrefill:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens to compute; 0 if none needs to be stored."""
-        return self.length if self.first < self.length else 0
+        """Number of tokens to compute."""
+        return self.length - self.first
 
 
 @dataclass(frozen=True)
 class ReleasedRow:
-    """Finished or preempted row that has released its blocks. The blocks keep their content until other rows write
-    to them."""
+    """Row that has left the cache: finished, preempted or evicted. Its blocks keep their content until other rows
+    write to them."""
 
     row: DecodeRow
     prompt_blocks: Sequence[int]
     """Blocks of its prompt, which other rows may still hold."""
     blocks: Sequence[int]
-    tokens: int
-    """Tokens of its continuation so far. A row whose environment answers at once gets more before the blocks are
-    read."""
-    ends: bool
-    """Whether the row is complete, or may be complete once its environment answers."""
+    cached: int
+    """Number of tokens of its own segment in `blocks`."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,7 @@ class DecodeTurn:
     steps: int = 0
     """Number of decode steps."""
     released: Sequence[ReleasedRow] = ()
-    """Rows that have left since the last turn."""
+    """Rows that have left the cache since the last turn."""
 
 
 class Scheduler:
@@ -166,8 +170,8 @@ class Scheduler:
         `waiting`, all rows begin with waiting for their environment."""
         rows = list(rows)
         self._queue = deque([] if waiting else rows)
-        self._away = set(rows if waiting else [])
-        """Rows that wait for their environment."""
+        self._away: dict[DecodeRow, None] = dict.fromkeys(rows if waiting else [])
+        """Rows that wait for their environment, in the order in which their turns ended."""
         for row in self._away:
             row.away = True
         self._pool = BlockPool(size.blocks)
@@ -194,14 +198,16 @@ class Scheduler:
     def resume(self, rows: Sequence[DecodeRow]) -> None:
         """Queue rows whose environment has answered, before all others, so that their sequences end soon."""
         for row in reversed(rows):
-            self._away.remove(row)
+            del self._away[row]
             row.away = False
             self._queue.appendleft(row)
 
     def finish(self, row: DecodeRow) -> None:
         """Complete a row that waits for its environment."""
-        self._away.remove(row)
+        del self._away[row]
         row.away, row.done = False, True
+        if row.blocks:
+            self._release(row)
 
     def plan(self, batch: int, answer: Callable[[], None] = lambda: None) -> DecodeTurn:
         """Plan the next turn of a decode batch.
@@ -216,9 +222,11 @@ class Scheduler:
         if retired:
             running[:] = [row for row in running if not (row.done or row.away)]
             for row in retired:
-                self._release(row)
+                row.slot, row.cached = -1, len(row.tokens)
                 if row.away:
-                    self._away.add(row)
+                    self._away[row] = None
+                else:
+                    self._release(row)
         answer()
         kept = len(running)
         grown = self._grow(running)
@@ -245,7 +253,7 @@ class Scheduler:
         for row in list(running):
             missing = self._count_own_blocks(row) - len(row.blocks)
             # A preempted row has no blocks.
-            while row.blocks and missing > self._pool.free:
+            while row.blocks and missing > self._pool.free and not self._make_room(missing):
                 self._preempt(running)
             if row.blocks and missing > 0:
                 row.blocks += self._pool.take(missing)
@@ -254,19 +262,38 @@ class Scheduler:
 
     def _preempt(self, running: list[DecodeRow]) -> None:
         row = running.pop()
+        row.slot, row.cached = -1, len(row.tokens)
         self._release(row)
         self._queue.appendleft(row)
 
+    def _make_room(self, needed: int, keep: DecodeRow | None = None) -> bool:
+        """Evict waiting rows, except `keep`, until `needed` blocks are free. If all of them would not be enough,
+        evict none, and return False."""
+        # The longer an environment has taken, the sooner it should answer. The head of the queue runs next.
+        waiting = [*reversed(self._away), *reversed(self._queue)]
+        free, victims = self._pool.free, []
+        left: dict[Prompt, int] = {}
+        for row in waiting:
+            if free >= needed:
+                break
+            if row.blocks and row is not keep:
+                victims.append(row)
+                left[row.prompt] = left.get(row.prompt, row.prompt.holders) - 1
+                free += len(row.blocks) + (0 if left[row.prompt] else len(row.prompt.blocks))
+        if free < needed:
+            return False
+        for row in victims:
+            self._release(row)
+        return True
+
     def _release(self, row: DecodeRow) -> None:
-        """Release the blocks of a row. If no other row of its prompt runs, also release the blocks of the
-        prompt."""
-        ends = row.done or row.away
-        self._released.append(ReleasedRow(row, row.prompt.blocks, row.blocks, len(row.tokens), ends))
+        """Release the blocks of a row. If no other row of its prompt is in the cache, also release the blocks of
+        the prompt."""
+        self._released.append(ReleasedRow(row, row.prompt.blocks, row.blocks, row.cached))
         self._pool.release(row.blocks)
-        row.blocks = []
-        row.slot = -1
-        row.prompt.running -= 1
-        if not row.prompt.running:
+        row.blocks, row.cached = [], 0
+        row.prompt.holders -= 1
+        if not row.prompt.holders:
             self._pool.release(row.prompt.blocks)
             row.prompt.blocks = []
 
@@ -286,33 +313,49 @@ class Scheduler:
         growing = sum(len(row.blocks) < most for rows in self._running for row in rows)
         while queue and len(running) < self._limit:
             row = queue[0]
-            resident = row.prompt.running > 0
-            own = self._count_own_blocks(row)
-            shared = 0 if resident else count_prompt_blocks(row.prompt.length)
             # Leave a block for each row that will need one, so that the next turns need not preempt a row.
-            if own + shared + growing > self._pool.free:
+            if not self._fit(row, growing):
                 break
-            prefill = _make_prefill(row, resident)
+            prefill = _make_prefill(row)
             if tokens and tokens + prefill.tokens > self._prefill_tokens:
                 return prefills, True
             if prefill.tokens:
                 prefills.append(prefill)
                 tokens += prefill.tokens
             queue.popleft()
-            row.blocks = self._pool.take(own)
-            if not resident:
-                row.prompt.blocks = self._pool.take(shared)
-            row.prompt.running += 1
+            self._place(row)
             running.append(row)
-            growing += own < most
+            growing += len(row.blocks) < most
         return prefills, False
+
+    def _fit(self, row: DecodeRow, spare: int) -> bool:
+        """Make room for a row that is to run, and for `spare` blocks more. Returns whether there is room."""
+        while True:
+            needed = self._count_missing_blocks(row) + spare
+            if needed <= self._pool.free:
+                return True
+            # This may evict the last row that holds the prompt.
+            if not self._make_room(needed, keep=row):
+                return False
+
+    def _place(self, row: DecodeRow) -> None:
+        """Give a row that is to run the blocks that it lacks."""
+        if not row.prompt.holders:
+            row.prompt.blocks = self._pool.take(count_prompt_blocks(row.prompt.length))
+        row.prompt.holders += not row.blocks
+        row.blocks += self._pool.take(max(0, self._count_own_blocks(row) - len(row.blocks)))
+
+    def _count_missing_blocks(self, row: DecodeRow) -> int:
+        """Count the blocks that a row lacks in order to run, with those of its prompt."""
+        shared = 0 if row.prompt.holders else count_prompt_blocks(row.prompt.length)
+        return shared + max(0, self._count_own_blocks(row) - len(row.blocks))
 
     def _count_own_blocks(self, row: DecodeRow) -> int:
         return count_blocks(min(len(row.tokens) + self._steps, self._new_tokens))
 
 
-def _make_prefill(row: DecodeRow, resident: bool) -> RowPrefill:
-    """Make the prefill of a row that is admitted; `resident` says whether its prompt is in the cache."""
+def _make_prefill(row: DecodeRow) -> RowPrefill:
+    """Make the prefill of a row that is about to run."""
     shared = row.prompt.length - 1
     # The row's own segment holds the prompt's last token and the generated tokens except the newest.
-    return RowPrefill(row, shared if resident else 0, shared + len(row.tokens))
+    return RowPrefill(row, shared + row.cached if row.prompt.holders else 0, shared + len(row.tokens))

@@ -105,11 +105,11 @@ def _add_values(
 @numba.njit(inline="always")
 def _attend(work: Work, k: Any, v: Any) -> None:
     """Implement `attend_runs_float32` and `attend_runs_bfloat16`."""
-    shared_lengths, own_lengths = int_row(work, 4, 0), int_row(work, 6, 0)
-    starts = int_row(work, 7, 0)
-    heads, kv_heads, dim = int(number(work, 8)), int(number(work, 9)), int(number(work, 10))
-    most, longest = int(number(work, 11)), int(number(work, 12))
-    window, bound, sinks = int(number(work, 13)), number(work, 14) * LOG2_E, row(work, 15, 0)
+    shared_lengths, own_numbers, own_lengths = int_row(work, 4, 0), int_row(work, 6, 0), int_row(work, 7, 0)
+    starts = int_row(work, 8, 0)
+    heads, kv_heads, dim = int(number(work, 9)), int(number(work, 10)), int(number(work, 11))
+    most, longest = int(number(work, 12)), int(number(work, 13))
+    window, bound, sinks = int(number(work, 14)), number(work, 15) * LOG2_E, row(work, 16, 0)
     group = heads // kv_heads
     padded = (dim + LANES - 1) // LANES * LANES
     # The last block of scores may extend past a query's last key.
@@ -139,7 +139,7 @@ def _attend(work: Work, k: Any, v: Any) -> None:
                     b = min(a + 1, queries - 1)
                     _compute_scores(q, a, b, dim, k, block, scores, a * width + t, b * width + t)
             for r in range(begin, end):
-                own = int_row(work, 5, r)
+                own = int_row(work, 5, own_numbers[r])
                 here = (r - begin) * group
                 for t in range(0, own_lengths[r], LANES):
                     block = (own[t // LANES] * kv_heads + head) * LANES * dim
@@ -166,7 +166,7 @@ def _attend(work: Work, k: Any, v: Any) -> None:
                         _add_values(scores, a_place, a_place, v, block, a_count, outputs, a, a, padded)
                         _add_values(scores, b_place, b_place, v, block, b_count, outputs, b, b, padded)
             for r in range(begin, end):
-                own = int_row(work, 5, r)
+                own = int_row(work, 5, own_numbers[r])
                 here = (r - begin) * group
                 for t in range(0, own_lengths[r], LANES):
                     block = (own[t // LANES] * kv_heads + head) * LANES * padded
@@ -176,7 +176,7 @@ def _attend(work: Work, k: Any, v: Any) -> None:
                         a_place, b_place = a * width + place, b * width + place
                         _add_values(scores, a_place, b_place, v, block, count, outputs, a, b, padded)
             for a in range(queries):
-                out = row(work, 16, begin + a // group)
+                out = row(work, 17, begin + a // group)
                 at = (head * group + a % group) * dim
                 for d in range(dim):
                     out[at + d] = outputs[a * padded + d] * q[a * dim]
@@ -189,7 +189,8 @@ def attend_runs_float32(work: Work) -> None:
 
     Units of work are the key/value heads of runs. Arguments:
         q [N, heads * D or more]; all keys and all values as vectors;
-        shared tables [runs, any], shared lengths [N]; own tables [N, any], own lengths [N];
+        shared tables [runs, any], shared lengths [N];
+        own tables [tables, any], number of each row's own table [N], own lengths [N];
         first row of each run and N [runs + 1]; heads, kv_heads, D, most rows of a run, most keys of a row;
         window (tokens that a token sees, itself included), cap of scores (0 for none);
         sinks [heads] (-inf for none)

@@ -61,7 +61,7 @@ def launch_products(x: Tensor, weight: Tensor, out: Tensor) -> None:
 
 @triton.jit(do_not_specialize=["shared_width", "own_width", "window"])
 def _attend_kernel(
-    qkv, k_pool, v_pool, shared_tables, shared_lengths, own_tables, own_lengths, starts, out,
+    qkv, k_pool, v_pool, shared_tables, shared_lengths, own_tables, own_numbers, own_lengths, starts, out,
     shared_width, own_width, scale, window, bound, sinks,
     CAP: tl.constexpr, SINKS: tl.constexpr, LOG2_E: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr,
@@ -87,9 +87,10 @@ def _attend_kernel(
         other=0.0,
     )
     seen = tl.load(shared_lengths + row, is_query, other=0) + tl.load(own_lengths + row, is_query, other=0)
-    # A run of several rows has no own keys. Its last row sees the most keys.
+    # Rows of a run with own keys share them, too. The last row sees the most keys.
     shared = tl.load(shared_lengths + end - 1)
     keys = shared + tl.load(own_lengths + end - 1)
+    own_number = tl.load(own_numbers + begin)
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     output = tl.zeros([QUERIES, PADDED], tl.float32)
@@ -103,7 +104,7 @@ def _attend_kernel(
         is_own = (position >= shared) & (position < keys)
         own = tl.where(is_own, position - shared, 0)
         of_shared = tl.load(shared_tables + run * shared_width + position // BLOCK, is_shared, other=0)
-        of_own = tl.load(own_tables + begin * own_width + own // BLOCK, is_own, other=0)
+        of_own = tl.load(own_tables + own_number * own_width + own // BLOCK, is_own, other=0)
         offset = tl.where(is_own, own, position) % BLOCK
         place = (((of_shared + of_own) * KV_HEADS + head) * BLOCK + offset) * DIM
         is_key = position < keys
@@ -136,21 +137,23 @@ def _attend_kernel(
 
 @register_kernel(
     "attend_to_runs(Tensor qkv, Tensor k, Tensor v, Tensor shared_tables, Tensor shared_lengths, "
-    "Tensor own_tables, Tensor own_lengths, Tensor starts, int heads, int window, float cap, Tensor? sinks, "
-    "Tensor(a!) out)"
+    "Tensor own_tables, Tensor own_numbers, Tensor own_lengths, Tensor starts, int heads, int window, float cap, "
+    "Tensor? sinks, Tensor(a!) out)"
 )
 def launch_run_attention(
     qkv: Tensor, k: Tensor, v: Tensor, shared_tables: Tensor, shared_lengths: Tensor, own_tables: Tensor,
-    own_lengths: Tensor, starts: Tensor, heads: int, window: int, cap: float, sinks: Tensor | None, out: Tensor,
+    own_numbers: Tensor, own_lengths: Tensor, starts: Tensor, heads: int, window: int, cap: float,
+    sinks: Tensor | None, out: Tensor,
 ) -> None:  # fmt: skip
-    """Compute `paged_attention.attend_to_runs`. Tensors are contiguous; only runs of one row have own keys.
+    """Compute `paged_attention.attend_to_runs`. Tensors are contiguous; all rows of a run have the same
+    own keys.
 
     qkv: [N, (heads + 2 kv_heads) * D]; k, v: [blocks, kv_heads, BLOCK_TOKENS, D] -> out [N, heads * D]
     """
     _, kv_heads, _, dim = k.shape
     _attend_kernel[(len(starts) - 1, kv_heads)](
-        qkv, k, v, shared_tables, shared_lengths, own_tables, own_lengths, starts, out,
-        shared_tables.shape[-1], own_tables.shape[-1] if own_tables.dim() == 2 else 0, LOG2_E * dim**-0.5,
+        qkv, k, v, shared_tables, shared_lengths, own_tables, own_numbers, own_lengths, starts, out,
+        shared_tables.shape[-1], own_tables.shape[-1], LOG2_E * dim**-0.5,
         window, LOG2_E * cap, out if sinks is None else sinks,
         CAP=cap > 0, SINKS=sinks is not None, LOG2_E=LOG2_E,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED=max(16, triton.next_power_of_2(dim)),
