@@ -7,7 +7,6 @@ import pytest
 import torch
 from small_models import pack, random_rows
 
-from realrl.data.batch import Ragged
 from realrl.engine.generation.prefill import PrefillPass
 from realrl.engine.generation.scheduler import DecodeRow, Prompt, RowPrefill
 from realrl.families.shape import ModelShape
@@ -89,17 +88,12 @@ def test_parts_of_sequences_follow_what_the_cache_holds(
     rows = [torch.cat(both) for both in zip(prompts, given, strict=True)]
     expected = forward_logits(model, rows)
     cache, cached = prefilled(model, prompts, [0, 1])
-    parts = [
-        RowPrefill(
-            DecodeRow(
-                i, Prompt(i, len(prompt), table(i)), array("q", given[i].tolist()), blocks=table(2 + i)
-            ),
-            len(prompt) - 1,
-            len(rows[i]) - 1,
-        )
-        for i, prompt in enumerate(prompts)
-    ]
-    part = PrefillPass.of(parts, Ragged.of(prompts), torch.device("cpu"), run_rows=3)
+    parts = []
+    for i, (prompt, tokens) in enumerate(zip(prompts, given, strict=True)):
+        row = DecodeRow(i, Prompt(i, array("q", prompt.tolist()), table(i)))
+        row.tokens, row.blocks = array("q", tokens.tolist()), table(2 + i)
+        parts.append(RowPrefill(row, len(prompt) - 1, len(rows[i]) - 1))
+    part = PrefillPass.of(parts, torch.device("cpu"), run_rows=3)
     model.prefill(part.tokens, part.prefill, cache)
     cached.own_lengths.copy_(torch.tensor([len(tokens) for tokens in given]))
     newest = torch.stack([row[-1] for row in rows])

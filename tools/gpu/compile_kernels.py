@@ -246,7 +246,8 @@ def launch_attention(sizes: Sizes, dtype: torch.dtype, widths: Iterable[tuple[in
         cache = (*pools, tables[0], numbers, tables[1], numbers)
         paged_attention.launch_attention(qkv, *cache, sizes.heads, *rule)
         out = torch.zeros(rows, sizes.heads * sizes.dim, dtype=dtype)
-        exact.launch_run_attention(qkv, *cache, torch.arange(rows + 1), sizes.heads, *rule, out)
+        runs = (*pools, tables[0], numbers, tables[1], numbers, numbers, torch.arange(rows + 1))
+        exact.launch_run_attention(qkv, *runs, sizes.heads, *rule, out)
 
 
 def launch_products(sizes: Sizes, dtype: torch.dtype) -> None:

@@ -1,5 +1,6 @@
 """Scheduler of continuous batching: whatever comes, blocks are owned once, and every row is completed."""
 
+from array import array
 from dataclasses import dataclass, field
 
 from hypothesis import given, settings
@@ -45,7 +46,7 @@ class Call:
     def rows(self) -> dict[DecodeRow, int]:
         rows = {}
         for number, (length, ends) in enumerate(zip(self.prompts, self.lengths, strict=True)):
-            prompt = Prompt(number, length)
+            prompt = Prompt(number, array("q", [0] * length))
             rows |= {
                 DecodeRow(len(rows) + i, prompt): min(end, self.new_tokens) for i, end in enumerate(ends)
             }

@@ -35,6 +35,7 @@ SHAPES = {
 PROMPTS = (1, 17, 30)
 SAMPLES = 4
 TURNS = 5
+TURN_TOKENS = 12
 NEW_TOKENS = 150
 ENDS = tuple(range(9))
 EVERYTHING = 1 << 20
@@ -47,7 +48,6 @@ ONE_ROW = 1
 class Answers:
     """Environment whose rows wait for different numbers of looks, and which sometimes starts a row again."""
 
-    turn_tokens: int = 12
     asked: list[tuple[int, int]] = field(default_factory=list)
     """Row, and number of looks that it still waits."""
     turns: dict[int, int] = field(default_factory=dict)
@@ -58,8 +58,11 @@ class Answers:
     def __post_init__(self) -> None:
         self.asked = [(row, row % 3) for row in range(len(PROMPTS) * SAMPLES)]
 
+    def note(self, row: int, count: int, token: int, logprob: float) -> bool:
+        return count == TURN_TOKENS
+
     def submit(self, row: int, tokens: Sequence[int]) -> None:
-        assert 1 <= len(tokens) <= self.turn_tokens
+        assert 1 <= len(tokens) <= TURN_TOKENS
         self.turns[row] = self.turns.get(row, 0) + 1
         self.asked.append((row, (row + self.turns[row]) % 4))
 
@@ -78,7 +81,7 @@ class Answers:
             self.turns[row] = 0
         tokens = [10 + (3 * row + turn + i) % 50 for i in range(turn * 7 % 23)]
         self.given += len(tokens)
-        return TurnReply(row, tokens, restart=restart)
+        return TurnReply(row, tokens, kept=0 if restart else None)
 
 
 def make_model(name: str, *, exact: bool = False) -> Model:

@@ -1,11 +1,11 @@
 """Decode batch: rows that are decoded together on one stage of a pipeline; rows join and leave between turns."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from realrl.data.batch import Ragged
 from realrl.engine.generation.decode_memory import (
     DecodeKind,
     DecodeSize,
@@ -39,9 +39,7 @@ class GenerateCall:
         self,
         model: Model,
         rows: Sequence[DecodeRow],
-        prompts: Ragged,
         *,
-        ids: Sequence[int],
         sampling: GenerationConfig,
         stop_token_ids: tuple[int, ...],
         seed: SamplingSeed,
@@ -51,42 +49,43 @@ class GenerateCall:
         record_experts: bool = False,
         kept: KeptDecoding | None = None,
         turns: Turns | None = None,
+        serves: bool = False,
     ) -> None:
         """Prepare the continuation of `rows`: allocate memory, or take the memory that earlier calls left in
         `kept`.
 
-        `prompts` are in the order of their numbers. `ids` are the item ids, in the order of the row numbers.
         `kv_capacity` is the number of tokens that the cache holds for each decode batch. `pass_tokens` limits the
         tokens of a prefill pass; its default depends on the device. With `record_experts`, a row's experts are read
-        from the cache before the row leaves it. `turns` is the environment, if there is one.
+        from the cache before the row leaves it. `turns` is the environment, if there is one. If it `serves`
+        requests, rows choose tokens as their `choice` says, and those that have waited longest are evicted first.
         """
         mixture = model.shape.mixture if record_experts else None
         assert mixture is not None or not record_experts, "only mixtures have experts"
         self.model = model
-        self.prompts = prompts.to(torch.device("cpu"))
         self.stop_token_ids, self.stop = frozenset(stop_token_ids), stop
         self.new_tokens = sampling.max_new_tokens
         self.turns = turns
         self._by_number = {row.number: row for row in rows}
-        self._restarted: list[DecodeRow] = []
-        """Rows that restart in the turn that is being planned."""
+        self._rewound: list[DecodeRow] = []
+        """Rows that lose tokens in the turn that is being planned."""
         self.batches = batches = model.groups.pipeline.size
         """Number of decode batches: one per stage of the pipeline."""
         self.on_gpu = on_gpu = is_gpu(model.device)
         self.noise = SamplingNoise(seed)
-        self.keys: list[int] = self.noise.make_keys(torch.tensor(ids)).tolist()
-        """Key of each row's sampling noise, in the order of the row numbers."""
+        lengths = [prompt.length for prompt in dict.fromkeys(row.prompt for row in rows)]
         size = size_cache(
             batches * kv_capacity,
-            prompt_blocks=sum(map(count_prompt_blocks, prompts.lengths)),
-            longest_prompt=max(prompts.lengths),
+            prompt_blocks=sum(map(count_prompt_blocks, lengths)),
+            longest_prompt=max(lengths),
             rows=len(rows),
             new_tokens=self.new_tokens,
         )
+        if serves:
+            size = replace(size, rows=len(rows))  # most requests are much shorter than the context
         recorded = 0 if mixture is None else mixture.per_token
-        kind = DecodeKind(sampling, stop_token_ids, recorded, batches, on_gpu, list_addresses(model))
+        kind = DecodeKind(sampling, serves, stop_token_ids, recorded, batches, on_gpu, list_addresses(model))
         most = count_computed_rows(-(-size.rows // batches), on_gpu=on_gpu)
-        needed = DecodeSize(size.blocks, most, max(prompts.lengths))
+        needed = DecodeSize(size.blocks, most, max(lengths))
         self.memory = (kept or KeptDecoding()).take(model, kind, needed)
         record = self.memory.cache.experts
         self.experts = None if record is None else RoutedExperts(record)
@@ -99,6 +98,7 @@ class GenerateCall:
             steps=count_steps_per_look(cpu=not on_gpu),
             prefill_tokens=pass_tokens or count_prefill_tokens(cpu=not on_gpu),
             waiting=turns is not None,
+            oldest_first=serves,
         )
 
     def answer_rows(self) -> None:
@@ -113,9 +113,9 @@ class GenerateCall:
         resumed = []
         for reply in self.turns.collect(idle=idle):
             row = self._by_number[reply.row]
-            if reply.restart:
-                row.restart()
-                self._restarted.append(row)
+            if reply.kept is not None:
+                row.rewind(reply.kept)
+                self._rewound.append(row)
             if reply.done:
                 self.scheduler.finish(row)
             else:
@@ -124,22 +124,23 @@ class GenerateCall:
         self.scheduler.resume(resumed)
 
     def read_experts(self, turn: DecodeTurn) -> None:
-        """Read the experts of rows that have left the cache in this turn, and forget those of rows that restart."""
+        """Read the experts of rows that have left the cache in this turn, and forget those of rows that start
+        again."""
         if self.experts is not None:
             self.experts.read(turn.released)
-            # Only now: a row may leave and restart in the same turn.
-            for row in self._restarted:
+            # Only now: a row may leave and start again in the same turn.
+            for row in self._rewound:
                 self.experts.forget(row)
-        self._restarted.clear()
+        self._rewound.clear()
 
     def take(self, row: DecodeRow, token: int, logprob: float) -> bool:
         """Append a sampled token to a row. Returns whether a token or a limit ends the row's turn here."""
         row.tokens.append(token)
         row.logprobs.append(logprob)
-        if token in self.stop_token_ids or len(row.tokens) == self.new_tokens:
-            return True
-        limit = None if self.turns is None else self.turns.turn_tokens
-        return limit is not None and len(row.tokens) - row.turn_start == limit
+        ends = token in self.stop_token_ids or len(row.tokens) == self.new_tokens
+        if self.turns is not None:
+            ends |= self.turns.note(row.number, len(row.tokens) - row.turn_start, token, logprob)
+        return ends
 
     def end_turn(self, row: DecodeRow) -> None:
         """Complete a row or, with an environment, let the row wait for the environment."""
@@ -176,7 +177,6 @@ class DecodeBatch:
         """`number` is the index of the batch in the scheduler."""
         self._call = call
         self._number = number
-        self._last_tokens = [int(prompt[-1]) for prompt in call.prompts.rows()]
         self._buffers = call.memory.buffers[number]
         self._step = call.memory.steps[number]
         self._width = 0
@@ -240,7 +240,7 @@ class DecodeBatch:
         turn = call.scheduler.plan(self._number, call.answer_rows)
         self._turn = turn
         call.read_experts(turn)
-        self._buffers.arrange(turn, self._last_tokens, call.keys)
+        self._buffers.arrange(turn)
         if turn.rearranged:
             self._width = count_computed_rows(len(turn.rows), on_gpu=call.on_gpu)
             self._rows = self._buffers.view(self._width)
@@ -265,7 +265,7 @@ class DecodeBatch:
         call = self._call
         model = call.model
         run_rows = count_run_rows(len(model.shard.queries), model.transformer.cache_kv_heads)
-        part = PrefillPass.of(prefills, call.prompts, model.device, run_rows=run_rows)
+        part = PrefillPass.of(prefills, model.device, run_rows=run_rows)
         pending, self._prefill_recv = self._prefill_recv, None
         x = part.tokens if pending is None else pending.wait()
         del pending

@@ -21,6 +21,8 @@ class DecodeKind:
     graphs."""
 
     sampling: GenerationConfig
+    choices: bool
+    """Whether rows differ in how their tokens are chosen."""
     stop_token_ids: tuple[int, ...]
     experts: int
     """Experts per token that are recorded in each layer; 0 for none."""
@@ -95,6 +97,7 @@ class DecodeMemory:
                 steps=count_steps_per_look(cpu=not kind.on_gpu),
                 device=device,
                 mirrored=kind.on_gpu,
+                choices=kind.choices,
             )
             for _ in range(kind.batches)
         ]

@@ -37,7 +37,12 @@ class DecodeStep:
             return x
         noise = rows.noise.index_select(0, rows.step).squeeze(0)
         logits = transformer.compute_logits(x, self._weights)
-        tokens, logprobs = self._sampler.sample(logits, rows.cached.own_lengths, noise)
+        if rows.choices is None:
+            tokens, logprobs = self._sampler.sample(logits, rows.cached.own_lengths, noise)
+        else:
+            tokens, logprobs = self._sampler.sample_by_row(
+                logits, rows.cached.own_lengths, noise, rows.choices
+            )
         rows.advance(tokens, logprobs)
         return tokens
 

@@ -1,5 +1,6 @@
 """Generation: prompts in, sequences with their log-probabilities out."""
 
+from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 
@@ -12,7 +13,7 @@ from realrl.engine.generation.decode_batch import DecodeBatch, GenerateCall
 from realrl.engine.generation.decode_memory import KeptDecoding
 from realrl.engine.generation.prefill import as_tensor
 from realrl.engine.generation.routed_experts import join_stages
-from realrl.engine.generation.sampling_noise import SamplingSeed
+from realrl.engine.generation.sampling_noise import SamplingNoise, SamplingSeed
 from realrl.engine.generation.scheduler import DecodeRow, Prompt
 from realrl.engine.generation.turns import Turns
 from realrl.engine.model import Model
@@ -80,12 +81,13 @@ def generate(
     groups = group_samples(batch.ids, given, samples)
     # Prompts that are prefilled together should have similar lengths, because some attention kernels pad them.
     groups.sort(key=lambda group: -given.lengths[group[0]])
-    rows = list_rows(groups, given)
+    rows = list_rows(groups, given.to(torch.device("cpu")))
+    keys = SamplingNoise(seed).make_keys(torch.tensor(batch.ids)).tolist()
+    for row in rows:
+        row.key = keys[row.number]
     call = GenerateCall(
         model,
         rows,
-        given.select([group[0] for group in groups]),
-        ids=batch.ids,
         sampling=sampling,
         stop_token_ids=stop_token_ids,
         seed=seed,
@@ -133,10 +135,10 @@ def _mask_actions(row: DecodeRow) -> torch.Tensor:
 
 
 def list_rows(groups: Sequence[Sequence[int]], prompts: Ragged) -> list[DecodeRow]:
-    """Make the rows of a call; the rows of a prompt are neighbours."""
+    """Make the rows of a call; the rows of a prompt are neighbours. `prompts` are on the host."""
     rows = []
     for number, group in enumerate(groups):
-        prompt = Prompt(number, prompts.lengths[group[0]])
+        prompt = Prompt(number, array("q", prompts.row(group[0]).tolist()))
         rows += [DecodeRow(position, prompt) for position in group]
     return rows
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from realrl.data.batch import Ragged, copy_to_device
+from realrl.data.batch import copy_to_device
 from realrl.engine.generation.scheduler import SCRATCH, RowPrefill
 from realrl.layout.kv_blocks import BLOCK_TOKENS
 from realrl.model.packing import Packing, Prefill
@@ -24,18 +24,16 @@ class PrefillPass:
     prefill: Prefill
 
     @classmethod
-    def of(
-        cls, prefills: Sequence[RowPrefill], prompts: Ragged, device: torch.device, *, run_rows: int
-    ) -> "PrefillPass":
-        """Pack the tokens of `prefills`. `prompts` has all prompts, on the host, in the order of their numbers. In
-        parts of sequences, up to `run_rows` neighbouring tokens read keys together."""
+    def of(cls, prefills: Sequence[RowPrefill], device: torch.device, *, run_rows: int) -> "PrefillPass":
+        """Pack the tokens of `prefills`. In parts of sequences, up to `run_rows` neighbouring tokens read keys
+        together."""
         whole = [prefill for prefill in prefills if not prefill.first]
         parts = [prefill for prefill in prefills if prefill.first]
         ordered = whole + parts
         positions = np.concatenate([np.arange(prefill.first, prefill.length) for prefill in ordered])
         places = np.concatenate([_find_places(prefill) for prefill in ordered])
         blocks, offsets = np.divmod(places, BLOCK_TOKENS)
-        host = [torch.cat([_read_tokens(prefill, prompts) for prefill in ordered])]
+        host = [torch.cat([_read_tokens(prefill) for prefill in ordered])]
         host += [torch.from_numpy(of) for of in (positions, blocks, offsets)]
         tokens, positions_there, blocks_there, offsets_there = copy_to_device(host, device)
         return cls(
@@ -49,11 +47,10 @@ class PrefillPass:
         )
 
 
-def _read_tokens(prefill: RowPrefill, prompts: Ragged) -> Tensor:
+def _read_tokens(prefill: RowPrefill) -> Tensor:
     """Read the tokens that are prefilled. [length - first]"""
-    row = prefill.row
-    prompt = prompts.row(row.prompt.number)
-    return torch.cat([prompt, as_tensor(row.tokens, torch.int64)])[prefill.first : prefill.length]
+    parts = [as_tensor(tokens, torch.int64) for tokens in (prefill.row.prompt.tokens, prefill.row.tokens)]
+    return torch.cat(parts)[prefill.first : prefill.length]
 
 
 def _find_places(prefill: RowPrefill) -> np.ndarray:

@@ -14,6 +14,20 @@ from realrl.model.paged_attention import CachedRows
 
 
 @dataclass(frozen=True, eq=False)
+class RowChoices:
+    """How the next token of each row is chosen; see `TokenChoice`. All are [B]."""
+
+    temperatures: Tensor
+    """float32"""
+    top_k: Tensor
+    """int64"""
+    top_p: Tensor
+    """float64"""
+    first_ends: Tensor
+    """int64"""
+
+
+@dataclass(frozen=True, eq=False)
 class BufferedRows:
     """Views of the first B rows of the buffers: all inputs and outputs of a decode step, at fixed addresses."""
 
@@ -33,6 +47,8 @@ class BufferedRows:
     logprobs: Tensor
     """Log-probabilities of the sampled tokens; only the last stage of a pipeline computes them. [steps, B]
     float32"""
+    choices: RowChoices | None
+    """None if tokens are chosen in the same way in all rows."""
 
     def begin_turn(self, noise: SamplingNoise | None) -> None:
         """Start a turn at step 0. If this stage samples (`noise` is not None), compute the noise of all steps."""
@@ -67,8 +83,9 @@ class RowBuffers:
         steps: int,
         device: torch.device,
         mirrored: bool,
+        choices: bool = False,
     ) -> None:
-        """`steps` is the number of decode steps of a turn."""
+        """`steps` is the number of decode steps of a turn. With `choices`, rows differ in how tokens are chosen."""
         # Finished rows are decoded until the end of the turn; their surplus tokens go to the scratch block.
         own = count_blocks(new_tokens + steps - 1)
         shared = max(1, count_prompt_blocks(longest_prompt))
@@ -80,6 +97,14 @@ class RowBuffers:
             "own_tables": torch.full((size, own), SCRATCH, dtype=torch.int64),
             "own_lengths": torch.zeros(size, dtype=torch.int64),
         }
+        self._choices = choices
+        if choices:
+            self._host |= {
+                "temperatures": torch.ones(size, dtype=torch.float32),
+                "top_k": torch.zeros(size, dtype=torch.int64),
+                "top_p": torch.ones(size, dtype=torch.float64),
+                "first_ends": torch.zeros(size, dtype=torch.int64),
+            }
         self._mirrored = mirrored
         self._device = self._host
         if mirrored:
@@ -100,9 +125,8 @@ class RowBuffers:
         of_steps = (self._step, self._steps, self._noise, self._sampled, self._logprobs)
         return sum(tensor.nbytes for tensor in (*self._device.values(), *of_steps))
 
-    def arrange(self, turn: DecodeTurn, last_tokens: Sequence[int], keys: Sequence[int]) -> None:
-        """Write the rows that a turn changes into the buffers. `last_tokens` has the last token of each prompt,
-        `keys` the key of each row's sampling noise."""
+    def arrange(self, turn: DecodeTurn) -> None:
+        """Write the rows that a turn changes into the buffers."""
         arrays = self._arrays
         rows = turn.rows
         if turn.rearranged:
@@ -111,7 +135,7 @@ class RowBuffers:
                 array[: len(rows)] = array[slots]
             for slot, row in enumerate(rows):
                 if row.slot < 0:
-                    self._place(slot, row, last_tokens[row.prompt.number], keys[row.number])
+                    self._place(slot, row)
                 row.slot = slot
             for name in ("own_tables", "own_lengths", "prompt_lengths"):
                 arrays[name][len(rows) :] = 0  # rows that only pad a graph write to the scratch block
@@ -122,15 +146,19 @@ class RowBuffers:
             for name, tensor in self._device.items():
                 tensor.copy_(self._host[name], non_blocking=True)
 
-    def _place(self, slot: int, row: DecodeRow, last_token: int, key: int) -> None:
+    def _place(self, slot: int, row: DecodeRow) -> None:
         arrays = self._arrays
-        arrays["tokens"][slot] = row.tokens[-1] if row.tokens else last_token
-        arrays["keys"][slot] = key
+        arrays["tokens"][slot] = (row.tokens or row.prompt.tokens)[-1]
+        arrays["keys"][slot] = row.key
         arrays["prompt_lengths"][slot] = row.prompt.length - 1
         arrays["own_lengths"][slot] = len(row.tokens)
         for name, blocks in (("prompt_tables", row.prompt.blocks), ("own_tables", row.blocks)):
             arrays[name][slot] = SCRATCH
             arrays[name][slot, : len(blocks)] = blocks
+        if self._choices:
+            choice = row.choice
+            arrays["temperatures"][slot], arrays["top_k"][slot] = choice.temperature, choice.top_k
+            arrays["top_p"][slot], arrays["first_ends"][slot] = choice.top_p, choice.first_end
 
     def _find_prompts(self, rows: Sequence[DecodeRow]) -> None:
         prompts = np.fromiter((row.prompt.number for row in rows), np.int64, len(rows))
@@ -140,6 +168,7 @@ class RowBuffers:
 
     def view(self, rows: int) -> BufferedRows:
         device = self._device
+        names = ("temperatures", "top_k", "top_p", "first_ends")
         return BufferedRows(
             cached=CachedRows(
                 prompt_tables=device["prompt_tables"][:rows],
@@ -156,6 +185,7 @@ class RowBuffers:
             noise=self._noise[:, :rows],
             sampled=self._sampled[:, :rows],
             logprobs=self._logprobs[:, :rows],
+            choices=RowChoices(*(device[name][:rows] for name in names)) if self._choices else None,
         )
 
     def read(self, rows: int, steps: int) -> tuple[list[list[int]], list[list[float]]]:

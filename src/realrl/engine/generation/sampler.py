@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from realrl.engine.generation.row_buffers import RowChoices
 from realrl.model.cpu.choice import choose_tokens_on_cpu
 from realrl.model.gpu.library import register_default
 from realrl.model.gpu.path import load_kernels, on_gpu
@@ -48,6 +49,11 @@ def _restrict_to_top_p(probabilities: Tensor, share: float) -> Tensor:
     if on_gpu(probabilities):
         kept: Tensor = load_kernels().nucleus.keep_top_p_on_gpu(probabilities.contiguous(), share)
         return kept
+    return _keep_share(probabilities, share)
+
+
+def _keep_share(probabilities: Tensor, share: float | Tensor) -> Tensor:
+    """Compute `keep_top_p`; `share` may differ between rows, [B, 1]."""
     # Non-negative floats are ordered like their bits.
     bits = probabilities.view(torch.int32)
     target = share * probabilities.sum(-1, keepdim=True, dtype=torch.float64)
@@ -64,6 +70,20 @@ def _restrict_to_top_p(probabilities: Tensor, share: float) -> Tensor:
     before = (equal.cumsum(-1, dtype=torch.int32) - 1).double() * lowest.view(torch.float32)
     kept = larger | (equal & (before + _sum_where(larger, probabilities) < target))
     return probabilities.masked_fill(~kept, 0.0)
+
+
+def _keep_most_likely(probabilities: Tensor, counts: Tensor) -> Tensor:
+    """Compute `keep_top_k` with a count for each row; 0 for all tokens. counts: [B, 1] int64"""
+    bits = probabilities.view(torch.int32)
+    lowest = torch.zeros_like(bits[:, :1])
+    highest = bits.amax(-1, keepdim=True)
+    # Find the largest threshold that enough probabilities reach.
+    for _ in range(_BISECTIONS):
+        middle = highest - (highest - lowest) // 2
+        enough = (bits >= middle).sum(-1, keepdim=True) >= counts
+        lowest = torch.where(enough, middle, lowest)
+        highest = torch.where(enough, highest, middle - 1)
+    return probabilities.masked_fill((bits < lowest) & (counts > 0), 0.0)
 
 
 def _sum_where(chosen: Tensor, values: Tensor) -> Tensor:
@@ -105,7 +125,7 @@ class Sampler:
         sampling = self._sampling
         logprobs = compute_logprobs(logits, self._temperature)
         if self._forbids:
-            logits = self._forbid_ends(logits, positions)
+            logits = self._forbid_ends(logits, positions, sampling.min_new_tokens)
         if sampling.greedy:
             tokens = logits.argmax(-1)
         else:
@@ -119,10 +139,29 @@ class Sampler:
             tokens = choose_tokens(probabilities, noise)
         return tokens, logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
-    def _forbid_ends(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """Set the logits of stop tokens to -inf while a continuation is shorter than its minimum."""
+    def sample_by_row(
+        self, logits: Tensor, positions: Tensor, noise: Tensor, choices: RowChoices
+    ) -> tuple[Tensor, Tensor]:
+        """Compute `sample` with choices that differ between rows."""
+        logprobs = compute_logprobs(logits, self._temperature)
+        if len(self._stop_token_ids):
+            logits = self._forbid_ends(logits, positions, choices.first_ends)
+        is_greedy = choices.temperatures == 0
+        temperatures = choices.temperatures.masked_fill(is_greedy, 1.0)
+        probabilities = (logits / temperatures.unsqueeze(-1)).softmax(-1)
+        counts, shares = choices.top_k.unsqueeze(-1), choices.top_p.unsqueeze(-1)
+        # A look at the values would make the host wait for a GPU.
+        if on_gpu(logits) or counts.any():
+            probabilities = _keep_most_likely(probabilities, counts)
+        if on_gpu(logits) or (shares < 1).any():
+            probabilities = torch.where(shares < 1, _keep_share(probabilities, shares), probabilities)
+        tokens = torch.where(is_greedy, logits.argmax(-1), choose_tokens(probabilities, noise))
+        return tokens, logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+    def _forbid_ends(self, logits: Tensor, positions: Tensor, first: int | Tensor) -> Tensor:
+        """Set the logits of stop tokens to -inf before position `first` of the continuation."""
         ids = self._stop_token_ids
-        too_early = (positions < self._sampling.min_new_tokens).unsqueeze(-1)
+        too_early = (positions < first).unsqueeze(-1)
         return logits.index_copy(-1, ids, logits.index_select(-1, ids).masked_fill(too_early, -torch.inf))
 
 

@@ -50,10 +50,27 @@ class Prompt:
     """Prompt of one or more rows, and the blocks that they share while any of them is in the cache."""
 
     number: int
-    length: int
+    tokens: "array[int]"
     blocks: list[int] = field(default_factory=list)
     holders: int = 0
     """Number of its rows in the cache."""
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class TokenChoice:
+    """How a row's next token is chosen, in a call whose rows differ in this."""
+
+    temperature: float = 1.0
+    """0 for the likeliest token."""
+    top_k: int = 0
+    """0 for all tokens."""
+    top_p: float = 1.0
+    first_end: int = 0
+    """Length of the continuation from which on an end is allowed."""
 
 
 @dataclass(eq=False)
@@ -62,6 +79,9 @@ class DecodeRow:
 
     number: int
     prompt: Prompt
+    key: int = 0
+    """Key of the row's sampling noise."""
+    choice: TokenChoice = TokenChoice()
     tokens: "array[int]" = field(default_factory=lambda: array("q"))
     """Continuation so far."""
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
@@ -94,10 +114,11 @@ class DecodeRow:
         self.given.append((start, len(self.tokens)))
         self.stopped = False
 
-    def restart(self) -> None:
-        """Drop the continuation."""
-        del self.tokens[:], self.logprobs[:], self.given[:]
-        self.cached = 0
+    def rewind(self, length: int) -> None:
+        """Drop the continuation after its first `length` tokens."""
+        del self.tokens[length:], self.logprobs[length:]
+        self.given = [(start, min(end, length)) for start, end in self.given if start < length]
+        self.cached = min(self.cached, length)
         self.stopped = False
 
 
@@ -163,11 +184,13 @@ class Scheduler:
         steps: int,
         prefill_tokens: int,
         waiting: bool = False,
+        oldest_first: bool = False,
     ) -> None:
         """`batches` is the number of decode batches, `new_tokens` the maximum length of a continuation. `steps` is
         the number of decode steps of a turn; turns have one step while more prompts are to be prefilled.
         `prefill_tokens` limits the tokens of a prefill pass; a longer sequence gets a pass of its own. With
-        `waiting`, all rows begin with waiting for their environment."""
+        `waiting`, all rows begin with waiting for their environment. With `oldest_first`, the rows that have waited
+        longest are evicted first, otherwise those whose turns ended last."""
         rows = list(rows)
         self._queue = deque([] if waiting else rows)
         self._away: dict[DecodeRow, None] = dict.fromkeys(rows if waiting else [])
@@ -180,6 +203,7 @@ class Scheduler:
         self._turns = [DecodeTurn()] * batches
         self._released: list[ReleasedRow] = []
         """Rows that leave in the turn that is being planned."""
+        self._oldest_first = oldest_first
         self._limit = -(-size.rows // batches)
         self._new_tokens = new_tokens
         self._steps = steps
@@ -269,8 +293,8 @@ class Scheduler:
     def _make_room(self, needed: int, keep: DecodeRow | None = None) -> bool:
         """Evict waiting rows, except `keep`, until `needed` blocks are free. If all of them would not be enough,
         evict none, and return False."""
-        # The longer an environment has taken, the sooner it should answer. The head of the queue runs next.
-        waiting = [*reversed(self._away), *reversed(self._queue)]
+        away = self._away if self._oldest_first else reversed(self._away)
+        waiting = [*away, *reversed(self._queue)]  # the head of the queue runs next
         free, victims = self._pool.free, []
         left: dict[Prompt, int] = {}
         for row in waiting:

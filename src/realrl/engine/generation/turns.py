@@ -11,14 +11,14 @@ import numpy as np
 class TurnReply:
     """What becomes of a row that waits for the environment.
 
-    The row gets `tokens`, which the model has not sampled, and goes on. If `done`, it is complete instead. If
-    `restart`, the row first loses everything after its prompt.
+    The row gets `tokens`, which the model has not sampled, and goes on. If `done`, it is complete instead. Unless
+    `kept` is None, the row first loses all but the first `kept` tokens after its prompt.
     """
 
     row: int
     tokens: Sequence[int] = ()
     done: bool = False
-    restart: bool = False
+    kept: int | None = None
 
 
 class Turns(Protocol):
@@ -28,8 +28,9 @@ class Turns(Protocol):
     ranks the same replies.
     """
 
-    turn_tokens: int | None
-    """Maximum tokens of a turn of the model; None for no limit."""
+    def note(self, row: int, count: int, token: int, logprob: float) -> bool:
+        """Note a token that was sampled as the `count`-th of its turn. Returns whether the turn ends here even if
+        the token is no end."""
 
     def submit(self, row: int, tokens: Sequence[int]) -> None:
         """Give the environment a turn of the model: its sampled tokens, with the token that ended it, if any."""
@@ -43,7 +44,8 @@ def encode_replies(replies: Sequence[TurnReply]) -> np.ndarray:
     """Write replies as numbers, which `decode_replies` reads. [N] int64"""
     numbers: list[int] = []
     for reply in replies:
-        numbers += [reply.row, reply.done + 2 * reply.restart, len(reply.tokens), *reply.tokens]
+        kept = -1 if reply.kept is None else reply.kept
+        numbers += [reply.row, reply.done, kept, len(reply.tokens), *reply.tokens]
     return np.array(numbers, dtype=np.int64)
 
 
@@ -51,6 +53,6 @@ def decode_replies(numbers: np.ndarray) -> Iterator[TurnReply]:
     """Read replies from numbers. numbers: [N] int64"""
     place, values = 0, numbers.tolist()
     while place < len(values):
-        row, flags, count = values[place : place + 3]
-        place += 3 + count
-        yield TurnReply(row, values[place - count : place], bool(flags & 1), bool(flags & 2))
+        row, done, kept, count = values[place : place + 4]
+        place += 4 + count
+        yield TurnReply(row, values[place - count : place], bool(done), None if kept < 0 else kept)

@@ -77,8 +77,6 @@ class Decoding:
         call = GenerateCall(
             self._model,
             list_rows([[i] for i in range(rows)], prompts),
-            prompts,
-            ids=range(rows),
             sampling=sampling,
             stop_token_ids=_choose_ends(sampling),
             seed=_SEED,

@@ -117,8 +117,12 @@ class Trajectories:
     """The environment of a generate call on one rank; see `engine.generation.turns.Turns`."""
 
     def __init__(self, turn_tokens: int | None, side: "_Leader | _Follower") -> None:
-        self.turn_tokens = turn_tokens
+        """`turn_tokens` is the maximum number of tokens of a turn of the model; None for no limit."""
+        self._turn_tokens = turn_tokens
         self._side = side
+
+    def note(self, row: int, count: int, token: int, logprob: float) -> bool:
+        return count == self._turn_tokens
 
     def submit(self, row: int, tokens: Sequence[int]) -> None:
         self._side.submit(row, tokens)
@@ -274,7 +278,7 @@ class _Leader:
             self._pool.end(trajectory.number, self._put(row))
             return None
         trajectory.length += len(tokens)
-        return TurnReply(row, tokens, restart=starts)
+        return TurnReply(row, tokens, kept=0 if starts else None)
 
     def _fail(self, row: int, failure: Failure) -> TurnReply | None:
         """Start a trajectory again after its object failed, or give it up."""
@@ -293,7 +297,7 @@ class _Leader:
         self._environments.note_failure(message)
         trajectory.begin(-1)
         trajectory.failed = True
-        return TurnReply(row, done=True, restart=True)
+        return TurnReply(row, done=True, kept=0)
 
     def _send(self, numbers: Tensor, *, failed: bool = False) -> None:
         """Send replies, or the message of a failure, to the other ranks of the replica. [N] int64"""
