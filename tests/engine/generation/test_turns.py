@@ -61,7 +61,7 @@ class Answers:
     def note(self, row: int, count: int, token: int, logprob: float) -> bool:
         return count == TURN_TOKENS
 
-    def submit(self, row: int, tokens: Sequence[int]) -> None:
+    def end(self, row: int, tokens: Sequence[int]) -> None:
         assert 1 <= len(tokens) <= TURN_TOKENS
         self.turns[row] = self.turns.get(row, 0) + 1
         self.asked.append((row, (row + self.turns[row]) % 4))

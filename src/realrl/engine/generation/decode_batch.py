@@ -62,7 +62,8 @@ class GenerateCall:
         mixture = model.shape.mixture if record_experts else None
         assert mixture is not None or not record_experts, "only mixtures have experts"
         self.model = model
-        self.stop_token_ids, self.stop = frozenset(stop_token_ids), stop
+        # Requests say themselves which tokens end them.
+        self.stop_token_ids, self.stop = frozenset(() if serves else stop_token_ids), stop
         self.new_tokens = sampling.max_new_tokens
         self.turns = turns
         self._by_number = {row.number: row for row in rows}
@@ -148,7 +149,7 @@ class GenerateCall:
             row.done = True
             return
         row.away = True
-        self.turns.submit(row.number, row.tokens[row.turn_start :])
+        self.turns.end(row.number, row.tokens[row.turn_start :])
 
     def has_ended(self, row: DecodeRow) -> bool:
         """Return whether the model itself has ended the continuation, or its last turn."""

@@ -32,8 +32,8 @@ class Turns(Protocol):
         """Note a token that was sampled as the `count`-th of its turn. Returns whether the turn ends here even if
         the token is no end."""
 
-    def submit(self, row: int, tokens: Sequence[int]) -> None:
-        """Give the environment a turn of the model: its sampled tokens, with the token that ended it, if any."""
+    def end(self, row: int, tokens: Sequence[int]) -> None:
+        """End a turn of the model: its sampled tokens, with the token that ended it, if any."""
 
     def collect(self, *, idle: bool) -> Sequence[TurnReply]:
         """Return the replies that have arrived. If `idle`, there is nothing else to do, so wait a moment for

@@ -166,6 +166,16 @@ def use_cuda(device: Device) -> bool:
     return device != "cpu" and torch.cuda.is_available()
 
 
+def open_device(number: int) -> torch.device:
+    """Let this process compute on a GPU of this machine."""
+    place = torch.device("cuda", number)
+    torch.cuda.set_device(place)
+    # cuDNN builds a plan for every shape, and computes wrong results on some devices for few key heads
+    # (pytorch#193893).
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    return place
+
+
 def resolve_cluster(text: str, device: Device) -> Cluster:
     """Return the cluster for `text`, the setting `cluster`. Raises UserError if it contradicts the launcher."""
     cluster = written_cluster(text)
@@ -189,12 +199,7 @@ def connect(device: Device, launch: LaunchConfig | None = None) -> Process:
             " srun, request GPUs by --gpus-per-node, because each process must see all GPUs of its node"
         )
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    place = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(place)
-        # cuDNN builds a plan for every shape, and computes wrong results on some devices for few key heads
-        # (pytorch#193893).
-        torch.backends.cuda.enable_cudnn_sdp(False)
+    place = open_device(local_rank) if cuda else torch.device("cpu")
     world = int(os.environ.get("WORLD_SIZE", 1)) if under_launcher() else 1
     rank = int(os.environ.get("RANK", 0)) if world > 1 else 0
     supervision = Supervision(rank, place)

@@ -124,8 +124,8 @@ class Trajectories:
     def note(self, row: int, count: int, token: int, logprob: float) -> bool:
         return count == self._turn_tokens
 
-    def submit(self, row: int, tokens: Sequence[int]) -> None:
-        self._side.submit(row, tokens)
+    def end(self, row: int, tokens: Sequence[int]) -> None:
+        self._side.end(row, tokens)
 
     def collect(self, *, idle: bool) -> Sequence[TurnReply]:
         return self._side.collect(idle)
@@ -145,7 +145,7 @@ class _Follower:
     def __init__(self, leader: int, control: dist.ProcessGroup | None) -> None:
         self._leader, self._control = leader, control
 
-    def submit(self, row: int, tokens: Sequence[int]) -> None:
+    def end(self, row: int, tokens: Sequence[int]) -> None:
         """Do nothing: the leader has sampled the same tokens."""
 
     def collect(self, idle: bool) -> list[TurnReply]:
@@ -188,7 +188,7 @@ class _Leader:
         for row in range(len(rows)):
             self._reset(row)
 
-    def submit(self, row: int, tokens: Sequence[int]) -> None:
+    def end(self, row: int, tokens: Sequence[int]) -> None:
         """Give a turn of the model to its object."""
         trajectory = self._rows[row]
         trajectory.length += len(tokens)
