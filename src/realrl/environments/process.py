@@ -10,14 +10,19 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from typing import Any
 
 from realrl.config.errors import UserError
 from realrl.config.script_objects import load_objects
 from realrl.environments.objects import Actor, Factory
 from realrl.environments.reply import Reply, WrongReplyError
+
+_SPENT: ContextVar[list[float]] = ContextVar("spent")
+"""Seconds that the methods of an object have taken for one request, without waiting for a thread."""
 
 
 class _Server:
@@ -33,13 +38,24 @@ class _Server:
 
     async def _run(self, method: Callable[[], Any]) -> Any:
         """Call a method in a thread; if it gives an awaitable, wait for the awaitable in the event loop."""
-        result = await asyncio.get_running_loop().run_in_executor(self._threads, _shield, method)
-        return await result if inspect.isawaitable(result) else result
+        spent = _SPENT.get()
+        loop = asyncio.get_running_loop()
+        result, seconds = await loop.run_in_executor(self._threads, _time, method)
+        spent.append(seconds)
+        if not inspect.isawaitable(result):
+            return result
+        begin = time.perf_counter()
+        result = await result
+        spent.append(time.perf_counter() - begin)
+        return result
 
     async def answer(self, request: dict[str, Any]) -> None:
         answer: dict[str, Any] = {"id": request["id"]}
+        spent: list[float] = []
+        _SPENT.set(spent)
         try:
             answer |= await self._do(request)
+            answer["seconds"] = sum(spent)
         except (UserError, WrongReplyError) as error:
             answer["error"] = str(error)
         except (Exception, SystemExit) as error:  # the user's code may raise anything
@@ -88,12 +104,15 @@ class _Server:
         return text[: self._longest].encode("utf-8", "replace").decode("utf-8")
 
 
-def _shield(method: Callable[[], Any]) -> Any:
-    """Call a method. SystemExit becomes an error, because it would otherwise be lost in the thread."""
+def _time(method: Callable[[], Any]) -> tuple[Any, float]:
+    """Call a method; returns its result, and its seconds. SystemExit becomes an error, because it would otherwise
+    be lost in the thread."""
+    begin = time.perf_counter()
     try:
-        return method()
+        result = method()
     except SystemExit as error:
         raise RuntimeError(f"SystemExit({error.code})") from None
+    return result, time.perf_counter() - begin
 
 
 def main() -> None:

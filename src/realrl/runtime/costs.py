@@ -20,6 +20,7 @@ from realrl.runtime.measure.performance import Performance
 from realrl.runtime.measure.step_timer import StepTimer, StepTimes, measure_clock_offsets
 from realrl.runtime.measure.timing_log import TimingLog
 from realrl.runtime.prepare.devices import spec_of
+from realrl.runtime.prepare.environments import Environments, Measures
 from realrl.runtime.prepare.job import Job
 from realrl.runtime.processes.host_memory import HostMemory, read_memory
 from realrl.runtime.processes.messages import pack, unpack
@@ -44,8 +45,10 @@ class Costs:
         roles: Roles,
         profile: Profile | None,
         say: Callable[[str], None],
+        environments: Environments | None = None,
     ) -> None:
-        """`profile` is used for predictions. If there is no prediction, `say` is called with the reason."""
+        """`profile` is used for predictions. If there is no prediction, `say` is called with the reason.
+        `environments`: the environment of the recipe, if it has one."""
         self._job, self._process = job, process
         self._profile, self._say = profile, say
         self.timer = StepTimer(
@@ -56,6 +59,7 @@ class Costs:
         phase = job.train
         self._source = phase.plan[_lengths_call(phase.graph).name].output_ranks[0]
         self._prompts, self._answers = deque[int](maxlen=KEPT_LENGTHS), deque[int](maxlen=KEPT_LENGTHS)
+        self._waits, self._environment = None if environments is None else environments.measures, Measures()
         self._log = TimingLog()
         self._tokens: int | None = None
         """Number of tokens of all prompts and answers in the last step; None on ranks that do not know it."""
@@ -76,11 +80,6 @@ class Costs:
     @property
     def notes(self) -> list[str]:
         """Notes about the source of predicted times, and about metrics that are left out."""
-        waits = self._job.experiment.environment_config is not None
-        unknown = ["predictions do not include the time of the environment"] if waits else []
-        return [*self._notes_on_source(), *unknown]
-
-    def _notes_on_source(self) -> list[str]:
         missing, spec = self._performance.missing, self.spec
         if self._profile is None and missing and spec and all(group.device.cpu for group in spec.groups):
             # One note, because each run of a beginner starts with it.
@@ -109,6 +108,8 @@ class Costs:
 
     def step(self) -> AbstractContextManager[None]:
         """Return a context that measures its block as one step."""
+        if self._waits is not None:
+            self._waits.clear()  # of evaluations
         return self.timer.step()
 
     def add_lengths(self, store: Store) -> None:
@@ -118,6 +119,8 @@ class Costs:
             self._prompts.extend(prompts)
             self._answers.extend(answers)
             self._tokens = sum(prompts) + sum(answers)
+            if self._waits is not None:
+                self._environment.add(self._waits)
 
     def report_step(self) -> dict[str, float]:
         """Send the times of a step to the rank that writes.
@@ -139,14 +142,15 @@ class Costs:
         is the `last` comparison. All ranks call this together.
         """
         self.compare_clocks()
-        mine = (self.timer.reserved, read_memory(), list(self._prompts), list(self._answers))
+        lengths = list(self._prompts), list(self._answers), self._environment.times()
+        mine = (self.timer.reserved, read_memory(), *lengths)
         everyone = self._process.gather(mine)
         if self._process.rank != WRITER:
             return None
         start = time.monotonic()
         if not self._log.step.seconds or (start < self._next and not last):
             return None
-        *_, prompts, answers = everyone[self._source]
+        *_, prompts, answers, environment = everyone[self._source]
         memories = [memory for _, memory, *_ in everyone]
         info = RunInfo(
             job=self._job,
@@ -154,6 +158,7 @@ class Costs:
             software=read_versions(),
             prompts=prompts,
             answers=answers,
+            environment=environment,
             reserved=max(reserved for reserved, *_ in everyone),
             resident=HostMemory(
                 resident=max(memory.resident for memory in memories),

@@ -114,7 +114,7 @@ class TrainingRun:
             experiment, self.tokenizer, self.stop_token_ids, functions, environments=self.environments
         )
         self.records = loader.load_train(job.train)
-        self.costs = Costs(job, process, self.roles, profile, self._say)
+        self.costs = Costs(job, process, self.roles, profile, self._say, self.environments)
         self.trace = Trace(process.rank, experiment.debug.traced_steps)
         self.trace_files = TraceFiles(self.directory.path, self.trace)
         self._note_file = NoteFile(self.directory.path)

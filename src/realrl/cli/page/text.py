@@ -160,7 +160,11 @@ def format_batch(scenario: "Scenario") -> str:
     answers = _lengths(workload.answers)
     count = format_count_of(workload.items // workload.samples, "prompt")
     samples = f"{workload.samples} answers each" if workload.samples > 1 else "answers"
-    return f"{count} of {prompts} tokens, {samples} of {answers}"
+    turns = ""
+    if workload.environment is not None:
+        seconds = format_seconds(workload.environment.seconds)
+        turns = f", with {workload.environment.turns:.3g} turns each, and an environment that answers in {seconds}"
+    return f"{count} of {prompts} tokens, {samples} of {answers}{turns}"
 
 
 def _lengths(lengths: Sequence[int]) -> str:

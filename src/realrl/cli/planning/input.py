@@ -3,7 +3,7 @@
 import math
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from realrl.planner.cluster.failures import Failures
     from realrl.planner.report.report import Objective, Wanted
     from realrl.planner.simulate.scenario import Scenario
+    from realrl.planner.workload.environment import EnvironmentTimes
     from realrl.recipe.experiment import Experiment
     from realrl.runtime.prepare.fit.changes import Draft
     from realrl.runtime.prepare.scenarios import Measured
@@ -73,10 +74,12 @@ Lengths = tuple[int, ...] | None
 """Measured lengths in tokens; None if there are none."""
 
 
-def read_lengths(path: str) -> tuple[Lengths, Lengths]:
-    """Read the lengths of prompts and answers from a JSON file, or from the `lengths.json` of a run's directory.
+def read_lengths(path: str) -> tuple[Lengths, Lengths, "EnvironmentTimes | None"]:
+    """Read the lengths of prompts and answers, and the times of an environment, from a JSON file, or from the
+    `lengths.json` of a run's directory.
 
-    The form is `{"prompts": [..], "answers": [..]}`. Raises UserError for anything else.
+    The form is `{"prompts": [..], "answers": [..], "environment": {..}}`, and each part may be missing. The fields
+    of `environment` are those of `EnvironmentTimes`. Raises UserError for anything else.
     """
     file = local_path(path)
     file = file / "lengths.json" if file.is_dir() else file
@@ -84,12 +87,35 @@ def read_lengths(path: str) -> tuple[Lengths, Lengths]:
         content = read_json(file)
     except UserError as error:
         raise UserError(f"--lengths: {error}") from None
-    if not content.keys() <= {"prompts", "answers"}:
-        raise UserError(f'--lengths: {file} must hold {{"prompts": [..], "answers": [..]}}')
+    if not content.keys() <= {"prompts", "answers", "environment"}:
+        raise UserError(
+            f'--lengths: {file} must hold {{"prompts": [..], "answers": [..]}}, with an environment also'
+            ' "environment": {"seconds": [..], "turns": [..], "given": [..]}'
+        )
     prompts, answers = (_check_numbers(content.get(key), f"{file}: {key}") for key in ("prompts", "answers"))
-    if prompts is None and answers is None:
+    environment = _read_environment(content.get("environment"), f"{file}: environment")
+    if prompts is None and answers is None and environment is None:
         raise UserError(f"--lengths: {file} has no lengths")
-    return prompts, answers
+    return prompts, answers, environment
+
+
+def _read_environment(value: Any, where: str) -> "EnvironmentTimes | None":
+    from realrl.planner.workload.environment import EnvironmentTimes
+
+    if value is None:
+        return None
+    if not isinstance(value, dict) or value.keys() != {"seconds", "turns", "given"}:
+        raise UserError(f"--lengths: {where} must have seconds, turns and given")
+    seconds = value["seconds"]
+    fine = isinstance(seconds, list) and all(
+        type(one) in (int, float) and 0 <= one < math.inf for one in seconds
+    )
+    if not fine or not seconds:
+        raise UserError(f"--lengths: {where}.seconds must be a list of numbers of at least 0")
+    turns, given = (_check_numbers(value[name], f"{where}.{name}") for name in ("turns", "given"))
+    if turns is None or given is None or 0 in turns:
+        raise UserError(f"--lengths: {where}: turns and given must not be empty, and turns are at least 1")
+    return EnvironmentTimes(tuple(map(float, seconds)), turns, given)
 
 
 def _check_numbers(value: object, where: str) -> Lengths:
@@ -97,7 +123,7 @@ def _check_numbers(value: object, where: str) -> Lengths:
     if value is None or value == []:
         return None
     if not isinstance(value, list) or any(type(n) is not int or n < 0 for n in value):
-        raise UserError(f"--lengths: {where} must be a list of numbers of tokens")
+        raise UserError(f"--lengths: {where} must be a list of whole numbers")
     return tuple(value)
 
 
@@ -186,17 +212,24 @@ def read_scenario(
     from realrl.runtime.prepare.scenarios import Measured
     from realrl.runtime.prepare.trained_parts import list_trained_parts
 
-    prompts, answers = read_lengths(lengths) if lengths else (None, None)
+    prompts, answers, environment = read_lengths(lengths) if lengths else (None, None, None)
     _check_lengths(prompts, answers, experiment)
+    if environment is not None and experiment.environment_config is None:
+        raise UserError(f"--lengths: {lengths} has times of an environment, but the recipe has none")
+    unknown = ""
+    if experiment.environment_config is not None and environment is None:
+        unknown = (
+            "the environment counts as 0 s, and its tokens as sampled, because no --lengths have its times"
+        )
     path = profile or experiment.profile
     times = Profile.load(path) if path else None
-    measured = Measured(times, prompts, answers)
+    measured = Measured(times, prompts, answers, environment)
     spec, remark = choose_devices(cluster, experiment, measured)
     draft = Draft(experiment, spec, measured=measured)
     scenario = draft.scenario()
     functions = [call.function for call in scenario.graph.functions if call.function is not None]
     source = describe_times(times, path or "", spec, scenario.models, functions)
-    remarks = (*source, remark, *list_trained_parts(scenario.models))
+    remarks = (*source, unknown, remark, *list_trained_parts(scenario.models))
     return draft, scenario, "; ".join(filter(None, remarks))
 
 

@@ -14,6 +14,8 @@ from realrl.planner.workload.generation import GenerationWork, split_generations
 from realrl.planner.workload.workload import CallWork
 from realrl.program.arrays import Floats, Ints, Real, apply_each, truncate
 
+_ROUNDS = 6
+"""Number of times that the seconds of a decode step and the number of decoded rows are computed from each other."""
 _SEGMENTS = 8
 """Number of segments that split the decode steps of the last rows. The model assumes a constant number of rows, and
 a constant context length, within a segment."""
@@ -25,13 +27,19 @@ class DecodeSegment:
 
     steps: Real
     rows: Real
-    """Unfinished sequences in all decode batches."""
+    """Sequences that are decoded, in all decode batches."""
     context: Real
     """Tokens in the KV cache that attention reads per row."""
 
 
 def split_decode_steps(
-    work: CallWork, sizes: GenerationWork, *, steps_per_look: int, shares: bool
+    work: CallWork,
+    sizes: GenerationWork,
+    *,
+    steps_per_look: int,
+    shares: bool,
+    steps: Floats | None = None,
+    active: Real = 1.0,
 ) -> Iterator[DecodeSegment]:
     """Split the decode steps of a call into segments, until its longest sequence ends.
 
@@ -40,30 +48,37 @@ def split_decode_steps(
     full cache. The other segments decode the last rows, whose number falls as sequences end. The model assumes that
     all of these rows begin at their first token. Attention reads the cached tokens of each row. If `shares` is
     true, it reads a prompt once for all rows of the prompt.
+
+    With an environment, a row takes part in `steps` decode steps, its waiting included, [N, strategies or 1]. It is
+    decoded in the share `active` of them.
     """
-    answers = np.sort([-(-n // steps_per_look) * steps_per_look for n in work.answers])
-    count = len(answers)
+    tokens = np.sort([-(-n // steps_per_look) * steps_per_look for n in work.answers])
+    lengths = tokens[:, None] if steps is None else np.sort(steps, axis=0)
+    count = len(lengths)
     together = sizes.rows / sizes.prompts
     most = sizes.cache.rows
-    mean = answers.mean()
+    mean = lengths.mean(axis=0)
     # Mean answer tokens in the cache over all decode steps: an answer of n tokens contributes 0 + 1 + ... + n - 1.
-    own = (answers * (answers - 1)).mean() / (2 * mean)
+    own = (tokens * (tokens - 1)).mean() / (2 * tokens.mean())
     read = 1 / together if shares else 1.0
     # Rows of equal length end together. Otherwise finished rows wait until 1 / REPLACED_TOGETHER of the rows have
     # ended, so that half of this share is idle on average.
-    waiting = 0.0 if answers[0] == answers[-1] else 1 / (2 * REPLACED_TOGETHER)
-    yield DecodeSegment((sizes.rows - most) * mean / (most * (1 - waiting)), most, read * work.mean + own)
+    waiting = np.where(lengths[0] == lengths[-1], 0.0, 1 / (2 * REPLACED_TOGETHER))
+    rows = np.maximum(1.0, most * active)
+    yield DecodeSegment((sizes.rows - most) * mean / (most * (1 - waiting)), rows, read * work.mean + own)
     # The largest of n draws is at the quantile n / (n + 1) on average.
-    steps = answers[np.minimum(count - 1, truncate(count * most / (most + 1)))]
+    place = np.atleast_1d(np.minimum(count - 1, truncate(count * most / (most + 1))))
+    longest = np.take_along_axis(np.broadcast_to(lengths, (count, len(place))), place[None], axis=0)[0]
+    per_step = tokens.mean() / mean
     for i in range(_SEGMENTS):
-        begin = steps * i / _SEGMENTS
-        end = steps * (i + 1) / _SEGMENTS
-        alive = np.maximum(1 / most, (count - np.searchsorted(answers, begin, side="right")) / count)
+        begin = longest * i / _SEGMENTS
+        end = longest * (i + 1) / _SEGMENTS
+        alive = np.maximum(1 / most, (lengths > begin).mean(axis=0))
         # Number of prompts with an unfinished row per unfinished row, if rows end independently.
         read = (1 - (1 - alive) ** together) / (alive * together) if shares else 1.0
         # The first decode step of a row reads its prompt alone: the step's input is the prompt's last token.
-        context = read * work.mean + (begin + end - 1) / 2
-        yield DecodeSegment(end - begin, np.maximum(1.0, most * alive), context)
+        context = read * work.mean + ((begin + end) * per_step - 1) / 2
+        yield DecodeSegment(end - begin, np.maximum(1.0, most * alive * active), context)
 
 
 def cost_generation(context: CallContext) -> Mapping[str, Floats]:
@@ -96,13 +111,71 @@ def cost_generation(context: CallContext) -> Mapping[str, Floats]:
         comm_last=-communication,
     )
     terms = cost_forward_pass(context, passes, timing.prefill(size), outside)
-    terms["decode"] = np.zeros(len(sizes.rows))
-    looked = count_steps_per_look(cpu=cpu)
-    for segment in split_decode_steps(work, sizes, steps_per_look=looked, shares=cpu):
-        for name, seconds in _cost_decode_step(context, sizes.batches, segment).items():
-            terms[name] = terms[name] + segment.steps * seconds
+    decoding = (
+        _cost_decode_steps(context, sizes)[0] if work.environment is None else _cost_turns(context, sizes)
+    )
+    for name, seconds in decoding.items():
+        terms[name] = terms.get(name, 0.0) + seconds
     terms["launch"] = terms["launch"] + _cost_captures(context, sizes)
     return terms
+
+
+def _cost_decode_steps(
+    context: CallContext, sizes: GenerationWork, steps: Floats | None = None, active: Real = 1.0
+) -> tuple[dict[str, Floats], Floats]:
+    """Predict the seconds by term of all decode steps, and their number. `steps` and `active` as for
+    `split_decode_steps`."""
+    cpu = context.timing.device.cpu
+    terms = {"decode": np.zeros(len(sizes.rows))}
+    number = np.zeros(len(sizes.rows))
+    looked = count_steps_per_look(cpu=cpu)
+    segments = split_decode_steps(
+        context.work, sizes, steps_per_look=looked, shares=cpu, steps=steps, active=active
+    )
+    for segment in segments:
+        number = number + segment.steps
+        for name, seconds in _cost_decode_step(context, sizes.batches, segment).items():
+            terms[name] = terms.get(name, 0.0) + segment.steps * seconds
+    return terms, number
+
+
+def _cost_turns(context: CallContext, sizes: GenerationWork) -> dict[str, Floats]:
+    """Predict the seconds by term of decode steps with an environment, and of prefilling what it gives.
+
+    A row that waits takes part in decode steps without being decoded: as many as the others make meanwhile. Their
+    number depends on the seconds of a step, which depend on the number of rows that are decoded. So both are found
+    in turns. `environment` is the time in which all rows wait.
+    """
+    work, environment = context.work, context.work.environment
+    assert environment is not None, "the call has an environment"
+    waits = environment.waits[:, None]
+    tokens = np.sort(np.resize(work.answers, len(waits))).astype(float)
+    sampled = (tokens * max(0.0, 1 - environment.given / tokens.mean()))[:, None]
+    sampled = np.maximum(sampled, 1.0)
+    turn = sampled.mean() / environment.turns
+    steps, active = sampled, np.ones(1)
+    for _ in range(_ROUNDS):
+        terms, number = _cost_decode_steps(context, sizes, steps, active)
+        each = sum(terms.values(), np.zeros(len(sizes.rows))) / number
+        # If more objects are asked than may answer at the same time, answers take longer.
+        longest_queue = sizes.cache.rows / environment.at_once - turn * each / max(environment.seconds, 1e-9)
+        waited = waits * np.maximum(1.0, longest_queue)
+        steps = sampled + waited / each
+        active = sampled.mean() / steps.mean(axis=0)
+    idle = (1 - active) ** sizes.cache.rows
+    split = {name: seconds * (1 - idle) for name, seconds in terms.items()}
+    split["environment"] = idle * sum(terms.values(), np.zeros(len(sizes.rows)))
+    rows = np.maximum(1.0, sizes.cache.rows * active)
+    # Some rows return in this part of all decode steps, and are prefilled together.
+    passes = np.maximum(1.0, number * (1 - np.exp(-rows / turn)))
+    given = sizes.rows * environment.given
+    each_pass = BatchSize(
+        tokens=np.maximum(1.0, given / passes),
+        squares=2 * given * (work.mean + tokens.mean() / 2) / passes,
+    )
+    layer = context.timing.prefill(each_pass)
+    split["compute"] = passes * context.layers.max(axis=0) * layer.device
+    return split
 
 
 def cost_kept_captures(context: CallContext) -> Floats:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal, Self
@@ -21,7 +22,8 @@ from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel
 
 COSTS, LENGTHS = "costs.json", "lengths.json"
-"""Files of a run directory: a `Comparison`, and quantiles of prompt and answer lengths in tokens."""
+"""Files of a run directory: a `Comparison`, and quantiles of prompt and answer lengths in tokens, with those of the
+environment's times."""
 
 VERSION: Literal[1] = 1
 """Version of the file format. Files of other versions are rejected."""
@@ -121,8 +123,11 @@ class Comparison(Settings):
     def save(self, directory: str | Path) -> None:
         """Write the files of a run directory atomically."""
         write_readable(Path(directory) / COSTS, self.model_dump(mode="json"))
-        lengths = {"prompts": self.workload.prompts, "answers": self.workload.answers}
-        write_whole(Path(directory) / LENGTHS, json.dumps(lengths) + "\n")
+        workload = self.workload
+        measured: dict[str, Any] = {"prompts": workload.prompts, "answers": workload.answers}
+        if workload.environment is not None:
+            measured["environment"] = asdict(workload.environment.times)
+        write_whole(Path(directory) / LENGTHS, json.dumps(measured) + "\n")
 
     @classmethod
     def load(cls, directory: str | Path) -> Self:

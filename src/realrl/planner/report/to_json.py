@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -198,7 +198,10 @@ def _cluster(spec: ClusterSpec) -> dict[str, Any]:
 
 
 def _workload(scenario: Scenario) -> dict[str, Any]:
-    workload = scenario.workload
+    workload, environment = scenario.workload, {}
+    if workload.environment is not None:
+        times = workload.environment.times
+        environment = {"environment": {name: _lengths(values) for name, values in asdict(times).items()}}
     return {
         "items": workload.items,
         "tokens": workload.tokens(scenario.graph),
@@ -206,10 +209,11 @@ def _workload(scenario: Scenario) -> dict[str, Any]:
         "answers": _lengths(workload.answers),
         "epochs": workload.epochs,
         "samples_per_prompt": workload.samples,
+        **environment,
     }
 
 
-def _lengths(lengths: Sequence[int]) -> dict[str, float]:
+def _lengths(lengths: Sequence[float]) -> dict[str, float]:
     return {"mean": sum(lengths) / len(lengths), "least": min(lengths), "most": max(lengths)}
 
 

@@ -1,15 +1,16 @@
 """Workload of a step: the number of items, and the distribution of their lengths."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
+from typing import Self, TypeVar
 
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.families.shape import ModelShape
 from realrl.families.sizes import count_block_weights, count_layer_weights
 from realrl.layout.kv_blocks import BLOCK_TOKENS, count_blocks, count_prompt_blocks
+from realrl.planner.workload.environment import EnvironmentTimes, EnvironmentWork
 from realrl.program.arrays import Real
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.forms import FORMS
@@ -60,6 +61,7 @@ def count_read_weights(shape: ModelShape, tokens: Real) -> Real:
     return own + others * count_block_weights(shape)
 
 
+_Number = TypeVar("_Number", int, float)
 QUANTILES = 64
 """Largest size of a sample that represents a length distribution."""
 _PROMPTS = FORMS["prompt"].keys
@@ -94,6 +96,8 @@ class CallWork:
     samples: int = 1
     """Items generated from one prompt. They share the prompt's prefill and its part of the KV cache."""
     sampling: Sampling = UNRESTRICTED
+    environment: EnvironmentWork | None = None
+    """The environment of a generate call; None if there is none, or if its times are unknown."""
 
     @property
     def sequences(self) -> int:
@@ -156,6 +160,8 @@ class Workload:
     experience_calls: tuple[str, ...] = ()
     """Train calls that compute experience from the answers (`AlgorithmSpec.experience_calls`)."""
     sampling: Sampling = UNRESTRICTED
+    environment: EnvironmentWork | None = None
+    """The environment; None if there is none, or if its times are unknown."""
 
     @classmethod
     def of(
@@ -164,8 +170,10 @@ class Workload:
         *,
         prompts: Sequence[int] | None = None,
         answers: Sequence[int] | None = None,
+        environment: EnvironmentTimes | None = None,
     ) -> "Workload":
-        """Build the workload of a recipe, with measured lengths of prompts and answers if they are given.
+        """Build the workload of a recipe, with measured lengths of prompts and answers, and with the times of its
+        environment, if they are given.
 
         Without measured lengths, all sequences have the maximum length: `max_prompt_tokens` for prompts,
         `max_new_tokens` for answers, and `max_tokens` for training sequences. Longer answers are cut off, as in
@@ -186,6 +194,7 @@ class Workload:
             samples=samples,
             experience_calls=spec.experience_calls,
             sampling=Sampling.of(generation),
+            environment=_environment_work(experiment, environment),
         )
 
     def work(self, call: Call) -> CallWork:
@@ -202,6 +211,7 @@ class Workload:
                 per_item=len(call.work),
                 samples=self.samples,
                 sampling=self.sampling,
+                environment=self.environment,
             )
         # All other calls process whole sequences, unless their keys hold only prompts.
         passes = self.epochs if call.kind is Kind.TRAIN else 1
@@ -238,15 +248,22 @@ class Workload:
         )
 
 
-def quantiles(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Reduce lengths to a sorted sample of at most `QUANTILES` lengths: the middles of equal parts of the sorted
-    lengths.
+def _environment_work(experiment: Experiment, times: EnvironmentTimes | None) -> EnvironmentWork | None:
+    config = experiment.environment_config
+    if config is None or times is None:
+        return None
+    return EnvironmentWork(times, config.workers * config.threads)
 
-    If all lengths are equal, the sample is a single number. Raises ValueError if there are none.
+
+def quantiles(lengths: Iterable[_Number]) -> tuple[_Number, ...]:
+    """Reduce lengths, or other numbers, to a sorted sample of at most `QUANTILES` numbers: the middles of equal
+    parts of the sorted numbers.
+
+    If all numbers are equal, the sample is a single number. Raises ValueError if there are none.
     """
-    if not lengths:
-        raise ValueError("no lengths to take quantiles of")
     ordered = sorted(lengths)
+    if not ordered:
+        raise ValueError("no lengths to take quantiles of")
     if ordered[0] == ordered[-1]:
         return (ordered[0],)
     if len(ordered) <= QUANTILES:

@@ -20,6 +20,7 @@ from realrl.planner.simulate.estimate import Estimate, Interval, MemoryPart, Par
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.uncertainty.ranking import StepSampler, find_interval
+from realrl.planner.workload.environment import EnvironmentTimes
 from realrl.planner.workload.workload import Workload
 from realrl.program.instructions import Program, Reallocate
 from realrl.program.text import format_instruction
@@ -41,10 +42,19 @@ class RunInfo:
     prompts: Sequence[int]
     answers: Sequence[int]
     """Measured lengths of `prompts` and of `answers`, in tokens."""
+    environment: EnvironmentTimes | None
+    """Measured times of the environment; None if there is none."""
     reserved: int
     """Peak bytes that torch's allocator reserved on a GPU."""
     resident: HostMemory
     """Largest resident memory of any process."""
+
+    @property
+    def workload(self) -> Workload:
+        """Workload of a step with everything that was measured."""
+        return Workload.of(
+            self.job.experiment, prompts=self.prompts, answers=self.answers, environment=self.environment
+        )
 
 
 @dataclass(frozen=True)
@@ -64,7 +74,7 @@ def predict(info: RunInfo, profile: Profile | None) -> Prediction | None:
         graph=info.job.train.graph,
         models=info.job.models.stored,
         spec=info.spec,
-        workload=Workload.of(info.job.experiment, prompts=info.prompts, answers=info.answers),
+        workload=info.workload,
         cost=CostModel(info.spec, profile),
         memory=MemoryModel(info.spec),
     )
@@ -75,13 +85,12 @@ def predict(info: RunInfo, profile: Profile | None) -> Prediction | None:
 def compare(info: RunInfo, prediction: Prediction | None, log: "TimingLog") -> Comparison:
     """Compare the measured times of training steps with the predicted ones."""
     expected = prediction.estimate if prediction else None
-    workload = Workload.of(info.job.experiment, prompts=info.prompts, answers=info.answers)
     return Comparison(
         cluster=str(info.job.plan.cluster),
         spec=info.spec,
         software=dict(info.software),
         models=info.job.models.stored,
-        workload=workload,
+        workload=info.workload,
         step=Seconds.of(log.step.counted),
         predicted_step_seconds=expected.repeated_seconds if expected else None,
         predicted_interval=prediction.interval if prediction else None,

@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from realrl.data.turn_template import TurnTemplate
 from realrl.dataflow.call import Kind
 from realrl.environments.pool import EnvironmentPool
 from realrl.environments.tool_calls import find_format
+from realrl.planner.workload.environment import EnvironmentTimes
+from realrl.planner.workload.workload import quantiles
 from realrl.recipe.environment import EnvironmentConfig
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.prepare.job import Job
@@ -17,6 +20,34 @@ from realrl.runtime.prepare.job import Job
 SEED = "seed"
 """Argument of `reset` that gets a number made from the run's seed, the step and the prompt, unless the records have
 this column."""
+
+
+_KEPT = 1 << 13
+
+
+class Measures:
+    """What a rank measures of its environment; the latest values of each kind."""
+
+    def __init__(self) -> None:
+        self.seconds = deque[float](maxlen=_KEPT)
+        """Seconds of each answer of an object."""
+        self.turns, self.given = deque[int](maxlen=_KEPT), deque[int](maxlen=_KEPT)
+        """Turns of each trajectory, and tokens that the environment and the template gave to it."""
+
+    def clear(self) -> None:
+        for values in (self.seconds, self.turns, self.given):
+            values.clear()
+
+    def add(self, other: "Measures") -> None:
+        self.seconds += other.seconds
+        self.turns += other.turns
+        self.given += other.given
+
+    def times(self) -> EnvironmentTimes | None:
+        """Return samples of the distributions; None if nothing has been measured."""
+        if not self.seconds or not self.turns:
+            return None
+        return EnvironmentTimes(quantiles(self.seconds), quantiles(self.turns), quantiles(self.given))
 
 
 class Environments:
@@ -51,6 +82,7 @@ class Environments:
             raise
         self.leads = True
         """Whether this rank has objects."""
+        self.measures = Measures()
         self._numbers = itertools.count()
         self._noted = False
 

@@ -16,6 +16,7 @@ from realrl.planner.profile.profile import Profile
 from realrl.planner.search.plan_search import UserConstraints
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import SearchSpace
+from realrl.planner.workload.environment import EnvironmentTimes
 from realrl.planner.workload.workload import Workload
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.prepare.devices import host_is_device
@@ -32,12 +33,16 @@ class Measured:
     """Lengths of prompts in tokens; None if each prompt has the maximum length."""
     answers: tuple[int, ...] | None = None
     """Lengths of answers in tokens; None if each answer has the maximum length."""
+    environment: EnvironmentTimes | None = None
+    """Times of the environment; None if they are unknown."""
 
 
 def make_scenario(experiment: Experiment, spec: ClusterSpec, measured: Measured | None = None) -> Scenario:
     """Describe the training step of a recipe on a cluster. Raises UserError if the size of a model is unknown."""
     measured = measured or Measured()
-    workload = Workload.of(experiment, prompts=measured.prompts, answers=measured.answers)
+    workload = Workload.of(
+        experiment, prompts=measured.prompts, answers=measured.answers, environment=measured.environment
+    )
     models = _open_all(experiment)
     return Scenario(
         graph=models.graph,

@@ -217,6 +217,11 @@ class _Leader:
 
     def outputs(self, batch: Batch) -> dict[str, Ragged]:
         rows = self._rows
+        measures, taken = self._environments.measures, batch["action_mask"].rows()
+        for row, actions, prompt in zip(rows, taken, batch["prompt_length"].values.tolist(), strict=True):
+            if not row.failed:
+                measures.turns.append(row.turns)
+                measures.given.append(len(actions) - int(prompt) - int(actions.sum()))
         whole = torch.tensor([not row.full for row in rows])
         turn_rewards = torch.zeros(len(batch["sequences"].values))
         starts = zip(batch["sequences"].offsets, batch["prompt_length"].values.tolist(), strict=False)
@@ -259,6 +264,7 @@ class _Leader:
         if isinstance(answer, Failure):
             return self._fail(row, answer)
         trajectory.failed_calls += answer.get("failed_calls", 0)
+        self._environments.measures.seconds.append(answer["seconds"])
         if answer["reward"] is not None:
             trajectory.turn_rewards.append((trajectory.length, answer["reward"]))
         if answer["done"]:
