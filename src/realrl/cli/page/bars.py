@@ -20,7 +20,7 @@ TERMS: Mapping[str, str] = {
     "data": "communication between data-parallel devices that does not overlap with compute",
     "pipeline": "messages between pipeline stages",
     "bubble": "pipeline stages that wait for other stages",
-    "environment": "devices wait while every row waits for its environment",
+    "environment": "rows that wait for their environment, beyond what other rows hide",
     "launch": "devices that wait for their host",
     "function": "functions on hosts, in parallel with the devices",
     "reallocation": "parameters that move from one layout to another",

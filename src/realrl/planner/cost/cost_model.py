@@ -42,7 +42,7 @@ class CallCost:
     `compute`: arithmetic of the busiest stage. `decode`: layers, head and sampling in decode steps. `tensor`,
     `pipeline`, `data`: communication of TP, PP and DP that no computation hides. `bubble`: idle time of the busiest
     stage. `launch`: time that the device waits for the host to launch kernels. `optimizer`: update of the
-    parameters. `environment`: time in which all rows wait for their environments. `function`: a function on the
+    parameters. `environment`: time that waiting for environments adds. `function`: a function on the
     host, which devices wait for only when they need its outputs. This term is missing if no run has measured the
     function.
     """

@@ -50,7 +50,7 @@ def split_decode_steps(
     true, it reads a prompt once for all rows of the prompt.
 
     With an environment, a row takes part in `steps` decode steps, its waiting included, [N, strategies or 1]. It is
-    decoded in the share `active` of them.
+    decoded in the share `active` of them, and needs no place while it waits.
     """
     tokens = np.sort([-(-n // steps_per_look) * steps_per_look for n in work.answers])
     lengths = tokens[:, None] if steps is None else np.sort(steps, axis=0)
@@ -64,21 +64,23 @@ def split_decode_steps(
     # Rows of equal length end together. Otherwise finished rows wait until 1 / REPLACED_TOGETHER of the rows have
     # ended, so that half of this share is idle on average.
     waiting = np.where(lengths[0] == lengths[-1], 0.0, 1 / (2 * REPLACED_TOGETHER))
-    rows = np.maximum(1.0, most * active)
-    yield DecodeSegment((sizes.rows - most) * mean / (most * (1 - waiting)), rows, read * work.mean + own)
+    # This many rows fill all places, although some of them wait.
+    last = np.minimum(sizes.rows, most / active)
+    first = (sizes.rows - last) * mean * active / (most * (1 - waiting))
+    yield DecodeSegment(first, most, read * work.mean + own)
     # The largest of n draws is at the quantile n / (n + 1) on average.
-    place = np.atleast_1d(np.minimum(count - 1, truncate(count * most / (most + 1))))
+    place = np.atleast_1d(np.minimum(count - 1, truncate(count * last / (last + 1))))
     longest = np.take_along_axis(np.broadcast_to(lengths, (count, len(place))), place[None], axis=0)[0]
     per_step = tokens.mean() / mean
     for i in range(_SEGMENTS):
         begin = longest * i / _SEGMENTS
         end = longest * (i + 1) / _SEGMENTS
-        alive = np.maximum(1 / most, (lengths > begin).mean(axis=0))
+        alive = np.maximum(1 / last, (lengths > begin).mean(axis=0))
         # Number of prompts with an unfinished row per unfinished row, if rows end independently.
         read = (1 - (1 - alive) ** together) / (alive * together) if shares else 1.0
         # The first decode step of a row reads its prompt alone: the step's input is the prompt's last token.
         context = read * work.mean + ((begin + end) * per_step - 1) / 2
-        yield DecodeSegment(end - begin, np.maximum(1.0, most * alive * active), context)
+        yield DecodeSegment(end - begin, np.maximum(1.0, last * alive * active), context)
 
 
 def cost_generation(context: CallContext) -> Mapping[str, Floats]:
@@ -144,7 +146,7 @@ def _cost_turns(context: CallContext, sizes: GenerationWork) -> dict[str, Floats
 
     A row that waits takes part in decode steps without being decoded: as many as the others make meanwhile. Their
     number depends on the seconds of a step, which depend on the number of rows that are decoded. So both are found
-    in turns. `environment` is the time in which all rows wait.
+    in turns. `environment` is the time that waiting adds.
     """
     work, environment = context.work, context.work.environment
     assert environment is not None, "the call has an environment"
@@ -153,28 +155,29 @@ def _cost_turns(context: CallContext, sizes: GenerationWork) -> dict[str, Floats
     sampled = (tokens * max(0.0, 1 - environment.given / tokens.mean()))[:, None]
     sampled = np.maximum(sampled, 1.0)
     turn = sampled.mean() / environment.turns
-    steps, active = sampled, np.ones(1)
+    terms, number = _cost_decode_steps(context, sizes, sampled)
+    alone = terms
     for _ in range(_ROUNDS):
-        terms, number = _cost_decode_steps(context, sizes, steps, active)
         each = sum(terms.values(), np.zeros(len(sizes.rows))) / number
         # If more objects are asked than may answer at the same time, answers take longer.
-        longest_queue = sizes.cache.rows / environment.at_once - turn * each / max(environment.seconds, 1e-9)
+        longest_queue = sizes.rows / environment.at_once - turn * each / max(environment.seconds, 1e-9)
         waited = waits * np.maximum(1.0, longest_queue)
         steps = sampled + waited / each
         active = sampled.mean() / steps.mean(axis=0)
-    idle = (1 - active) ** sizes.cache.rows
-    split = {name: seconds * (1 - idle) for name, seconds in terms.items()}
-    split["environment"] = idle * sum(terms.values(), np.zeros(len(sizes.rows)))
-    rows = np.maximum(1.0, sizes.cache.rows * active)
+        terms, number = _cost_decode_steps(context, sizes, steps, active)
+    added = sum(terms.values(), np.zeros(len(sizes.rows))) - sum(alone.values(), np.zeros(len(sizes.rows)))
+    # Nothing hides the first answers, which all rows wait for, and the last answer.
+    split = {**alone, "environment": np.maximum(added, 2 * environment.seconds)}
+    rows = np.clip(sizes.rows * active, 1.0, sizes.cache.rows)
     # Some rows return in this part of all decode steps, and are prefilled together.
     passes = np.maximum(1.0, number * (1 - np.exp(-rows / turn)))
     given = sizes.rows * environment.given
     each_pass = BatchSize(
         tokens=np.maximum(1.0, given / passes),
-        squares=2 * given * (work.mean + tokens.mean() / 2) / passes,
+        squares=np.maximum(1.0, 2 * given * (work.mean + tokens.mean() / 2) / passes),
     )
     layer = context.timing.prefill(each_pass)
-    split["compute"] = passes * context.layers.max(axis=0) * layer.device
+    split["compute"] = passes * context.layers.max(axis=0) * layer.device * (environment.given > 0)
     return split
 
 
