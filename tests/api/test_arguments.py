@@ -80,6 +80,11 @@ def test_an_argument_is_a_setting(algorithm: str, arguments: dict[str, Any], pat
         ("sft", {"data": {"test": ROWS}}, "data: the splits are test; one must be train"),
         ("sft", {"data": [{"prompt": object()}]}, "data: record 1 cannot be written as JSON: "),
         ("grpo", {"reward": [len, len]}, "reward: two functions have the same name"),
+        (
+            "grpo",
+            {"environment_factory": {"a": dict, "b": list}},
+            "environment: several environments are not supp",
+        ),
     ],
 )
 def test_a_wrong_argument_is_one_message(algorithm: str, arguments: dict[str, Any], message: str) -> None:

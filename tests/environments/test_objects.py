@@ -102,6 +102,17 @@ class Nothing:
         pass
 
 
+class Optional:
+    def __init__(self, extras=()):
+        self.extras = extras
+
+    def reset(self):
+        return f"{len(self.extras)} extras"
+
+    def step(self, text):
+        pass
+
+
 class Game:
     def reset(self, word: str, seed: int = 0):
         return "guess"
@@ -131,9 +142,16 @@ def test_public_methods_are_tools_with_schemas(factory: Callable[..., Factory]) 
     (tool,) = described["tools"]
     assert tool["function"]["name"] == "add"
     assert tool["function"]["parameters"]["properties"]["number"]["type"] == "integer"
-    assert described["fields"] is None and described["required"] == ["question"]
+    assert described["takes_all"] and described["required"] == ["question"]
     game = factory("Game").describe()
-    assert game == {"tools": None, "fields": ["word", "seed"], "required": ["word"]}
+    assert game == {"tools": None, "named": ["word", "seed"], "takes_all": False, "required": ["word"]}
+
+
+def test_a_class_with_reset_gets_its_record_there_alone(factory: Callable[..., Factory]) -> None:
+    made = factory("Optional")
+    assert made.describe()["named"] == []
+    actor = Actor(made.make({"word": "x"}), run, form="auto", tools=None)
+    assert asyncio.run(actor.start({})) == Reply("0 extras")
 
 
 @pytest.mark.parametrize(
@@ -154,7 +172,7 @@ def test_what_cannot_be_used_is_one_message(factory: Callable[..., Factory], nam
 
 def test_tools_are_called_and_mistakes_of_the_model_answered(factory: Callable[..., Factory]) -> None:
     made = factory("Calculator", start=1)
-    actor = Actor(made.make(), run, form="hermes", tools=made.describe()["tools"])
+    actor = Actor(made.make({}), run, form="hermes", tools=made.describe()["tools"])
 
     async def play() -> None:
         assert await actor.start({"question": "?"}) == Reply()
@@ -177,7 +195,7 @@ def test_tools_are_called_and_mistakes_of_the_model_answered(factory: Callable[.
 
 
 def test_rewards_of_turns_are_added_up(factory: Callable[..., Factory]) -> None:
-    actor = Actor(factory("Game").make(), run, form="auto", tools=None)
+    actor = Actor(factory("Game").make({}), run, form="auto", tools=None)
 
     async def play() -> float | None:
         assert await actor.start({"word": "x"}) == Reply("guess")

@@ -102,6 +102,11 @@ def _read_environment(value: Any) -> Any:
         return add_function("environment", value)
     if isinstance(value, Mapping) and callable(value.get("factory")):
         return {**value, "factory": add_function("environment", value["factory"])}
+    if isinstance(value, Mapping) and any(callable(factory) for factory in value.values()):
+        raise UserError(
+            "environment: several environments are not supported; give one class, which may choose by a field of"
+            " the record in its reset"
+        )
     return value
 
 

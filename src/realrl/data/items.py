@@ -201,6 +201,8 @@ class ItemReader:
                 self._notes.see("parted", origin)
                 self._notes.parts += len(items)
             further = further_fields(self._form, record)
+            if self._turns is not None and self._turns.takes_prompt:
+                further = {"prompt": record["messages" if "messages" in record else "prompt"], **further}
             kept = {name: value for name, value in further.items() if self._keep(name)}
             for values, texts in zip(numbers, items, strict=True):
                 yield DataItem(

@@ -41,14 +41,16 @@ class TurnTemplate:
         stop_token_ids: Sequence[int],
         longest: int,
         earlier_turns: Literal["refuse", "keep"],
+        takes_prompt: bool = False,
     ) -> None:
         """`tools`: schemas that the prompt shows; None if the environment has no tools. `longest`: maximum tokens
-        of an observation's text.
+        of an observation's text. `takes_prompt`: whether the environment gets the prompt itself, too.
 
         Raises UserError if the chat template cannot be used.
         """
         self._tokenizer, self._longest = tokenizer, longest
         self._tools = tools
+        self.takes_prompt = takes_prompt
         self.template: ChatTemplate | None = None
         """The chat template for prompts, which stop before the end of their last turn; None for plain text."""
         if not tokenizer.chat_template:

@@ -1,9 +1,10 @@
 """Objects of environments: how they are made, which methods the model may call, and how they answer."""
 
+import copy
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, cast
 
 from realrl.config.errors import UserCodeError, UserError
 from realrl.config.user_code import UserCode, read_number, show
@@ -11,6 +12,8 @@ from realrl.environments.reply import Message, Reply, WrongReplyError, read_obse
 from realrl.environments.tool_calls import ToolCall, read_calls
 
 SETTING = "environment"
+PROMPT = "prompt"
+"""Argument of `reset` that gets the prompt of the record."""
 _RESERVED = ("reset", "close", "get_reward")
 """Public methods that are not tools."""
 
@@ -29,10 +32,19 @@ class Factory:
         if not callable(self._make):
             raise UserError(f"{self.label} is not a class or a function")
         self._options = dict(options)
+        self._takes_extras = "extras" in _list_parameters(self._make) and "extras" not in options
+        if inspect.isclass(self._make) and hasattr(self._make, "reset"):
+            self._takes_extras = False
 
-    def make(self) -> Any:
-        """Make an object. Raises whatever the user's code raises."""
-        return self._make(**self._options)
+    def make(self, record: Mapping[str, Any]) -> Any:
+        """Make an object for a record. An exception of the user's code passes through.
+
+        As in SkyRL-Gym, the argument `extras` gets the fields of the record, without the prompt.
+        """
+        if not self._takes_extras:
+            return self._make(**self._options)
+        extras = {name: value for name, value in record.items() if name != PROMPT}
+        return self._make(**self._options, extras=extras)
 
     def describe_error(self, error: BaseException) -> dict[str, str]:
         """Describe an exception of the user's code: `error`, one line, and `trace`, which begins in this code."""
@@ -47,43 +59,65 @@ class Factory:
     def describe(self) -> dict[str, Any]:
         """Make an object, and describe how to use it, as JSON values.
 
-        `tools`: schemas of the tools; None if the object has `step`. `fields`: columns of the records that `reset`
-        takes; None for all. Raises UserError if the object cannot be used.
+        `tools`: schemas of the tools; None if the object has `step`. `named` and `required`: arguments of `reset`.
+        `takes_all`: whether `reset` takes all columns of the records. Raises UserError if the object cannot be
+        used.
         """
+        if self._takes_extras:  # an object needs a record
+            return {"tools": None, "named": [PROMPT], "takes_all": True, "required": []}
         with self._code.errors("raised:", function=self._make if inspect.isfunction(self._make) else None):
-            made = self.make()
-        reset, kind = getattr(made, "reset", None), type(made).__name__
-        if not callable(reset):
+            made = self.make({})
+        kind, starts = type(made).__name__, _find_start(made)
+        if starts is None:
             raise UserError(f"{self.label}: {kind} has no method reset")
-        parameters = inspect.signature(reset).parameters.values()
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        required = [p.name for p in parameters if p.name in named and p.default is p.empty]
         tools = None
         if not callable(getattr(made, "step", None)):
-            tools = [self._describe_tool(method) for method in _list_tools(made)]
+            tools = [self._describe_tool(made, name) for name in _list_tools(made)]
             if not tools:
                 raise UserError(f"{self.label}: {kind} has neither step nor public methods to call as tools")
-        return {"tools": tools, "fields": None if takes_all else named, "required": required}
+        if starts == "init":
+            return {"tools": tools, "named": [PROMPT], "takes_all": False, "required": []}
+        parameters = _list_parameters(made.reset)
+        named = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        return {
+            "tools": tools,
+            "named": named,
+            "takes_all": any(p.kind is p.VAR_KEYWORD for p in parameters.values()),
+            "required": [name for name in named if parameters[name].default is inspect.Parameter.empty],
+        }
 
-    def _describe_tool(self, method: Callable[..., Any]) -> dict[str, Any]:
+    def _describe_tool(self, made: Any, name: str) -> dict[str, Any]:
         from transformers.utils import get_json_schema
 
         try:
-            schema: dict[str, Any] = get_json_schema(method)
+            schema: dict[str, Any] = get_json_schema(getattr(made, name))
         except Exception as error:  # a docstring may be anything
             raise UserError(
-                f"{self.label}: the method {method.__name__} cannot be offered as a tool: {error}; describe it and"
+                f"{self.label}: the method {name} cannot be offered as a tool: {error}; describe it and"
                 " each argument in its docstring, give types, or let its name begin with _"
             ) from None
+        # The attribute calls the tool; its function may have another name.
+        schema["function"]["name"] = name
         return schema
 
 
-def _list_tools(made: Any) -> list[Callable[..., Any]]:
+def _list_parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """List the parameters of a function by name; none if Python does not know them."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of a function written in C
+        return {}
+
+
+def _find_start(made: Any) -> str | None:
+    """Find the method that starts a trajectory: `reset`, or `init` as in SkyRL-Gym; None if there is neither."""
+    return next((name for name in ("reset", "init") if callable(getattr(made, name, None))), None)
+
+
+def _list_tools(made: Any) -> list[str]:
     """List the public methods of an object that are tools, in alphabetical order."""
-    members = inspect.getmembers(type(made), callable)
-    names = [name for name, _ in members if not name.startswith("_") and name not in _RESERVED]
-    return [getattr(made, name) for name in names]
+    members = inspect.getmembers(type(made), lambda member: callable(member) and not inspect.isclass(member))
+    return [name for name, _ in members if not name.startswith("_") and name not in _RESERVED]
 
 
 class Actor:
@@ -95,7 +129,9 @@ class Actor:
         self._rewards: list[float] = []
 
     async def start(self, record: Mapping[str, Any]) -> Reply:
-        """Call `reset`. Its result is the first observation."""
+        """Call `reset`, or `init` of SkyRL-Gym. The result is the first observation."""
+        if _find_start(self._made) == "init":
+            return Reply(await self._init(record[PROMPT]))
         given = await self._run(lambda: self._made.reset(**record))
         if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
             given = given[0]  # as in Gymnasium: (observation, info)
@@ -103,11 +139,26 @@ class Actor:
             given = given.observation
         return Reply(read_observation(given))
 
+    async def _init(self, prompt: str | list[Message]) -> Sequence[Message]:
+        """Call `init` of SkyRL-Gym, which gets the prompt as messages. Returns the messages that it adds."""
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        given, _ = await self._run(lambda: self._made.init(copy.deepcopy(messages)))
+        if given[: len(messages)] != messages:
+            raise WrongReplyError(
+                "init changed the prompt; it may only add messages, because the prompt is already tokenized"
+            )
+        return cast(Sequence[Message], read_observation(given[len(messages) :]))
+
     async def act(self, text: str) -> tuple[Reply, int]:
         """Let the object answer a turn of the model. Returns the reply, and how many tool calls failed."""
         if self._tools is not None:
             return await self._call_tools(read_calls(text, self._form, self._tools))
-        reply = read_reply(await self._run(lambda: self._made.step(text)))
+        given = await self._run(lambda: self._made.step(text))
+        if isinstance(given, Mapping) and given.get("postprocessed_action") not in (None, text):
+            raise WrongReplyError(
+                "step gave another text as postprocessed_action; the model learns its turns as they were sampled"
+            )
+        reply = read_reply(given)
         if reply.reward is not None:
             self._rewards.append(reply.reward)
         return reply, 0

@@ -69,9 +69,10 @@ class _Server:
                 return {"described": await self._run(self._factory.describe)}
             case "reset":
                 tools = request["tools"]
-                actor = Actor(await self._run(self._factory.make), self._run, form=self._form, tools=tools)
-                self._actors[number] = actor
-                return await self._finish(number, await actor.start(request["record"]))
+                record = request["record"]
+                made = await self._run(lambda: self._factory.make(record))
+                actor = self._actors[number] = Actor(made, self._run, form=self._form, tools=tools)
+                return await self._finish(number, await actor.start(record))
             case "act":
                 actor = self._actors[number]
                 reply, failed = await actor.act(request["text"])

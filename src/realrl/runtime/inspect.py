@@ -10,6 +10,7 @@ from realrl.algorithms.base.method import FunctionMethod
 from realrl.algorithms.build import build_algorithm
 from realrl.data.dataset import Dataset
 from realrl.data.tokenization import Row
+from realrl.dataflow.environment import ENVIRONMENT_REWARD
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.sources import name_sources
@@ -104,8 +105,9 @@ def inspect_data(experiment: Experiment, samples: int) -> tuple[Any, list[Inspec
             environments.check_fields(name_sources(source), inspection.fields)
             label = environments.label.partition("=")[0]
             inspection.functions[label] = [name for name in inspection.fields if environments.wants(name)]
+        known = [*inspection.fields, *([] if environments is None else [ENVIRONMENT_REWARD])]
         for call, function in _load_functions(algorithm, graph).items():
-            function.check_fields(name_sources(source), inspection.fields)
+            function.check_fields(name_sources(source), known)
             inspection.functions[call] = [name for name in inspection.fields if function.wants(name)]
         found.append(inspection)
     return tokenizer, found

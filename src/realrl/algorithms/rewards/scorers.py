@@ -72,12 +72,22 @@ class FunctionScorer(Scorer):
         return self._function.required
 
     def check_fields(self, source: str, fields: Collection[str]) -> None:
-        """Check that records have the required columns, and no column with the name of one of `TEXTS`."""
+        """Check that records have the required columns, and no column with the name of one of `TEXTS`.
+
+        A function that names `environments`, as functions of TRL may, is refused unless the records have this
+        column.
+        """
         clash = next((name for name in TEXTS if name in fields and self.wants(name)), None)
         if clash is not None:
             raise UserError(
                 f"{self.label}: records of {source} have a field {clash!r}, which is the name of an argument;"
                 " rename the field"
+            )
+        if "environments" not in fields and self._function.names("environments"):
+            raise UserError(
+                f"{self.label} names the argument 'environments', but the objects of an environment live in other"
+                " processes; give the object a method get_reward or an attribute reward, and name"
+                f" {ENVIRONMENT_REWARD!r} instead"
             )
         super().check_fields(source, fields)
 

@@ -9,6 +9,7 @@ from typing import Any
 from realrl.config.errors import UserError
 from realrl.data.turn_template import TurnTemplate
 from realrl.dataflow.call import Kind
+from realrl.environments.objects import PROMPT
 from realrl.environments.pool import EnvironmentPool
 from realrl.environments.tool_calls import find_format
 from realrl.planner.workload.environment import EnvironmentTimes
@@ -76,6 +77,7 @@ class Environments:
                 stop_token_ids=stop_token_ids,
                 longest=self.config.max_observation_tokens,
                 earlier_turns=self.config.earlier_turns,
+                takes_prompt=PROMPT in self._description["named"],
             )
         except UserError:
             self.close()
@@ -96,12 +98,11 @@ class Environments:
 
     def wants(self, name: str) -> bool:
         """Return whether objects on this rank take the column `name` of the records in `reset`."""
-        fields = self._description["fields"]
-        return self.leads and (fields is None or name in fields)
+        return self.leads and (self._description["takes_all"] or name in self._description["named"])
 
     def check_fields(self, source: str, fields: Collection[str]) -> None:
         """Check that the records of a source have the columns that `reset` needs. Raises UserError if not."""
-        missing = [name for name in self._description["required"] if name not in (*fields, SEED)]
+        missing = [name for name in self._description["required"] if name not in (*fields, SEED, PROMPT)]
         if missing:
             raise UserError(
                 f"{self.label}: reset needs {missing[0]!r}, which no record of {source} has;"
@@ -111,7 +112,7 @@ class Environments:
     @property
     def takes_seed(self) -> bool:
         """Whether `reset` names the argument `seed`."""
-        return SEED in (self._description["fields"] or ())
+        return SEED in self._description["named"]
 
     def new_number(self) -> int:
         """Return a number for a new object."""

@@ -14,6 +14,7 @@ from realrl.data.dataset import Dataset
 from realrl.data.records import RecordReader, read_records
 from realrl.data.tokenization import check_tokenizer
 from realrl.dataflow.call import Kind
+from realrl.dataflow.environment import ENVIRONMENT_REWARD
 from realrl.dataflow.graph import DataflowGraph
 from realrl.families.registry import find_family
 from realrl.families.shape import ModelShape
@@ -187,9 +188,8 @@ class RecordLoader:
         experiment = self._experiment
         _check_top_k(experiment, phase.graph)
         names = [call.name for call in phase.graph.functions if call.record_fields]
-        seeing: list[FunctionMethod | Judge | Environments] = [
-            self._functions[name] for name in names if name in self._functions
-        ]
+        functions = [self._functions[name] for name in names if name in self._functions]
+        seeing: list[FunctionMethod | Judge | Environments] = [*functions]
         if self._environments is not None:
             seeing.append(self._environments)
         if judge is not None:
@@ -213,8 +213,10 @@ class RecordLoader:
             read=self._read,
             turns=None if self._environments is None else self._environments.template,
         )
+        numbers = {ENVIRONMENT_REWARD} if self._environments is not None else set()
         for function in seeing:
-            function.check_fields(name_sources(source), present)
+            known = present | numbers if function in functions else present
+            function.check_fields(name_sources(source), known)
         return records
 
 
