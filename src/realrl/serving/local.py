@@ -12,7 +12,7 @@ from realrl.engine.generation.scheduler import DecodeRow, Prompt
 from realrl.engine.model import Model
 from realrl.recipe.generation import GenerationConfig
 from realrl.serving.engine import Piece, SamplingOptions
-from realrl.serving.requests import Requests
+from realrl.serving.rows import Requests
 
 
 class LocalEngine:

@@ -201,6 +201,30 @@ def test_measured_lengths_replace_the_longest(
     assert found["workload"]["answers"]["most"] == 100
 
 
+def test_the_times_of_an_environment_change_the_prediction(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    game = tmp_path / "game.py"
+    game.write_text("class Game: ...")
+    settings = (f"environment={game}:Game", "generation.min_new_tokens=0")
+    with_environment = ("--cluster", "a100-40g:1x2", *settings)
+    alone = planned(capsys, *with_environment)
+    assert "environment counts as 0 s" in alone["source"] and "environment" not in alone["workload"]
+    file = tmp_path / "lengths.json"
+    file.write_text(json.dumps({"environment": {"seconds": [1.5, 2.5], "turns": [3], "given": [20]}}))
+    found = planned(capsys, *with_environment, "--lengths", str(file))
+    assert "environment counts" not in found["source"]
+    assert found["workload"]["environment"]["seconds"] == {"mean": 2.0, "least": 1.5, "most": 2.5}
+    assert found["step_seconds"] > alone["step_seconds"] + 5
+
+
+def test_the_times_of_an_environment_need_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "lengths.json"
+    file.write_text(json.dumps({"environment": {"seconds": [1], "turns": [3], "given": [20]}}))
+    assert run_app(["plan", REFERENCE, *SMALL, *QUICK, "--lengths", str(file)]) == 2
+    assert "the recipe has none" in capsys.readouterr().err
+
+
 def test_a_profile_of_another_device_is_noted_as_unused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -275,7 +299,20 @@ def test_lengths_that_the_recipe_cannot_have_are_refused(
 
 
 @pytest.mark.parametrize(
-    "content", ["[1]", '{"prompts": 3}', '{"prompts": [1.5]}', '{"answers": [-1]}', '{"length": []}', "{"]
+    "content",
+    [
+        "[1]",
+        '{"prompts": 3}',
+        '{"prompts": [1.5]}',
+        '{"answers": [-1]}',
+        '{"length": []}',
+        "{",
+        '{"environment": 3}',
+        '{"environment": {"seconds": [1]}}',
+        '{"environment": {"seconds": [-1], "turns": [2], "given": [3]}}',
+        '{"environment": {"seconds": [1], "turns": [0], "given": [3]}}',
+        '{"environment": {"seconds": [], "turns": [2], "given": [3]}}',
+    ],
 )
 def test_lengths_of_another_form_are_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "lengths.json").write_text(content)

@@ -1,9 +1,11 @@
 """Algorithms learn from trajectories as an independent implementation does, and the same under every plan."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -118,6 +120,17 @@ def test_trajectories_and_learning_are_the_same_under_every_plan(
             for metric in ("actor.train/loss", "actor.train/grad_norm", "actor.generate/environment_reward"):
                 if metric in reference:
                     assert step[metric] == pytest.approx(reference[metric], rel=TOLERANCE, abs=1e-6), where
+
+
+def test_a_run_measures_its_environment(alone: Mapping[str, Path]) -> None:
+    run = alone["grpo"].parent / "run"
+    measured = json.loads((run / "lengths.json").read_text())["environment"]
+    assert all(0 <= seconds < 10 for seconds in measured["seconds"])
+    steps = [step["actor.generate/turns"] for step in read_metrics(run)]
+    assert len(measured["turns"]) == 64, "all trajectories of two steps"
+    assert np.mean(measured["turns"]) == pytest.approx(np.mean(steps))
+    # Before the first turn, 6 letters; the template of these models adds nothing.
+    assert min(measured["given"]) > 6
 
 
 def logprobs(model: Any, tokens: list[int]) -> Tensor:
