@@ -117,14 +117,14 @@ class Turns:
     tools: Sequence[Mapping[str, Any]] | None
     """Schemas of the tools; None if the environment has `step`."""
     row: Row
-    """Two turns of the model with an observation between them, whose texts say what they stand for."""
+    """Two turns of the model with an observation between them. Their texts are placeholders."""
 
 
 _TURN, _OBSERVATION, _LAST = "a turn of the model", "what the environment answers", "the next turn"
 
 
 def _make_turns(environments: Environments, tokenizer: Any, stop_token_ids: Sequence[int]) -> Turns:
-    """Write turns as in a run, with texts that stand for those of the model and of the environment."""
+    """Write turns as in a run, with placeholders for the texts of the model and of the environment."""
     first, last = (
         [*tokenizer(text, add_special_tokens=False)["input_ids"], stop_token_ids[0]]
         for text in (_TURN, _LAST)

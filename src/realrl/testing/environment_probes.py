@@ -5,7 +5,7 @@ writes, with arguments of the right types.
 """
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby, zip_longest
@@ -371,17 +371,16 @@ def _check_again(
     for one, two in zip(plays, repeated, strict=True):
         lost = _is_lost(one.failure) or _is_lost(two.failure)
         if not lost and (one.replies, one.failure) != (two.replies, two.failure):
-            at = next(
-                (i for i, (a, b) in enumerate(zip(one.replies, two.replies, strict=False)) if a != b), 0
-            )
-            text = f"turn {at + 1} after {one.start.item.origin} has another observation, reward or end"
+            pairs = zip_longest(one.replies, two.replies)
+            at = next((i for i, (first, second) in enumerate(pairs, 1) if first != second), len(one.answers))
+            text = f"turn {at} of a trajectory from {one.start.item.origin} has another observation, reward or end"
             return Finding(check, text, _RANDOM)
     return Finding(check)
 
 
 _RANDOM = (
-    "it is not deterministic, so samples of a prompt get different tasks, and a resumed run differs: make what is"
-    " random from the argument `seed` of reset"
+    "it is not deterministic, so samples of a prompt get different tasks, and a resumed run differs: seed whatever"
+    " is random with the argument `seed` of reset"
 )
 
 
@@ -413,6 +412,7 @@ def _check_learnt(prober: _Prober, plays: Sequence[_Play], stop_token_ids: tuple
     whole = [play for play in plays if play.failure is None]
     learnt, total = sum(sum(play.row.loss_mask) for play in whole), sum(len(play.ids) for play in whole)
     check = f"environment: {learnt:,} of {total:,} tokens are in turns of the model"
+    refuses = prober.environments.config.earlier_turns == "refuse"
     notes: list[str] = []
     for play in whole:
         origin = play.start.item.origin
@@ -422,7 +422,6 @@ def _check_learnt(prober: _Prober, plays: Sequence[_Play], stop_token_ids: tuple
             return Finding(check, text, "the environment or the chat template writes it again")
         if prober.template is None:
             continue
-        refuses = prober.environments.config.earlier_turns == "refuse"
         try:
             written = prober.template.write_conversation(play.messages, "all")
         except BadRecordError as error:
@@ -446,12 +445,12 @@ def _check_learnt(prober: _Prober, plays: Sequence[_Play], stop_token_ids: tuple
             if text == other and is_learnt == also_learnt:
                 continue
             differs = f"a trajectory from {origin} has {text!r}, where a whole conversation has {other!r}"
-            # Many templates strip white space.
-            same = is_learnt == also_learnt and text.split() == other.split()
-            if not same and refuses:
-                return Finding(check, differs, _REWRITTEN, tuple(notes))
             notes.append(differs)
-            break
+            # Many templates strip white space.
+            if is_learnt != also_learnt or text.split() != other.split():
+                if refuses:
+                    return Finding(check, differs, _REWRITTEN)
+                break
     # The same is usually true of all trajectories.
     return Finding(check, notes=tuple(notes[:1]))
 
@@ -471,48 +470,45 @@ def _list_runs(tokenizer: Any, row: Row, start: int) -> list[tuple[bool, str]]:
 
 def _check_room(prober: _Prober, starts: Sequence[_Start], plays: Sequence[_Play]) -> Finding:
     """Check how much of the limit of a trajectory its observations take."""
-    config, limit = prober.environments.config, prober.sampling.max_new_tokens
+    limit = prober.sampling.max_new_tokens
     first = [len(prober.environments.template.open(start.observation)) for start in starts]
     later = [tokens for play in plays for tokens, _ in play.observed]
     check = f"environment: of generation.max_new_tokens={limit}, reset takes {_describe(first)}"
     check += f", an observation after a made-up turn {_describe(later)}" if later else ""
-    notes = []
-    cut = [start.item.origin for start in starts if prober.is_cut(start.observation)]
-    if cut or any(is_cut for play in plays for _, is_cut in play.observed):
-        first_cut = f", first {cut[0]}" if cut else ""
-        notes.append(
-            f"observations lose their end at environment.max_observation_tokens={config.max_observation_tokens}:"
-            f" {len(cut):,} of {len(starts):,} at reset{first_cut},"
-            f" {sum(is_cut for play in plays for _, is_cut in play.observed)} of {len(later)} later ones"
-        )
-    turn, turns = config.max_turn_tokens, config.max_turns
+    notes = [*_note_cuts(prober, starts, plays)]
     crowded = [s.item.origin for s, tokens in zip(starts, first, strict=True) if tokens >= limit]
     if crowded:
         text = f"{len(crowded):,} of {len(starts):,} records leave no token for a turn, first {crowded[0]}"
         reason = "raise generation.max_new_tokens, or lower environment.max_observation_tokens"
         return prober.judge(check, text, reason, notes)
-    if turn is not None and max(first) + turn > limit:
-        tight = [s.item.origin for s, tokens in zip(starts, first, strict=True) if tokens + turn > limit]
+    turn = prober.environments.config.max_turn_tokens or 0
+    tight = [s.item.origin for s, tokens in zip(starts, first, strict=True) if tokens + turn > limit]
+    if tight:
         notes.append(
             f"{len(tight):,} of {len(starts):,} records leave less than environment.max_turn_tokens={turn} for"
             f" the first turn, first {tight[0]}"
         )
-    elif turn is not None and turns is not None and (later or turns == 1):
-        most = max(first) + turns * turn + (turns - 1) * max(later, default=0)
-        if most > limit:
-            notes.append(
-                f"{turns} turns of {turn} tokens, with the longest of these observations, take {most:,} tokens;"
-                " such trajectories end early"
-            )
-    longer = [
-        tokens for play in plays if (tokens := len(play.ids) - len(play.start.item.rows[0].ids)) > limit
-    ]
+    whole = [len(play.ids) - len(play.start.item.rows[0].ids) for play in plays]
+    longer = [tokens for tokens in whole if tokens > limit]
     if longer:
         notes.append(
             f"{len(longer)} of {len(plays)} made-up trajectories, of at most {TURNS} turns, do not fit; the"
             f" longest takes {max(longer):,} tokens"
         )
     return Finding(check, notes=tuple(notes))
+
+
+def _note_cuts(prober: _Prober, starts: Sequence[_Start], plays: Sequence[_Play]) -> Iterator[str]:
+    """Note whether observations lose their end."""
+    limit = prober.environments.config.max_observation_tokens
+    first = [start.item.origin for start in starts if prober.is_cut(start.observation)]
+    later = [is_cut for play in plays for _, is_cut in play.observed]
+    for cut, count, when in (
+        (len(first), len(starts), f"at reset, first {first[0]}" if first else ""),
+        (sum(later), len(later), "after made-up turns"),
+    ):
+        if cut:
+            yield f"{cut:,} of {count:,} observations {when}: cut at environment.max_observation_tokens={limit}"
 
 
 def _describe(tokens: Sequence[int]) -> str:
