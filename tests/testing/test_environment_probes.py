@@ -152,9 +152,7 @@ def test_made_up_trajectories_have_the_tokens_of_the_whole_conversation(world: W
         pytest.param(
             write_game("level = 'film ' * 900"), {}, "6 of 6 records leave no token for a turn", id="room"
         ),
-        pytest.param(
-            write_game(step="return '<s>'"), {}, "has <s> inside, and not only at its beginning", id="begin"
-        ),
+        pytest.param(write_game(step="return '<s>'"), {}, "has <s> inside a turn", id="begin"),
         pytest.param(
             TOOLS, {"data__chat_template": MESSAGES + OPEN}, "does not write buy, leave", id="hidden tools"
         ),
@@ -245,3 +243,21 @@ def test_templates_like_those_of_models_have_no_findings(world: World, tmp_path:
     text = TEMPLATES[template].replace("<|im_end|>", "</s>")
     found = probe(world, tmp_path, write_game(), data__chat_template=text)
     assert list_problems(found) == [] and list_notes(found) == []
+
+
+def test_a_beginning_of_sequence_may_begin_each_turn_as_in_llama_2(world: World, tmp_path: Path) -> None:
+    text = (
+        "{% for m in messages %}{% if m.role == 'user' %}<s>[INST] {{ m.content }} [/INST]"
+        "{% else %} {{ m.content }} </s>{% endif %}{% endfor %}"
+    )
+    found = probe(world, tmp_path, write_game(), data__chat_template=text)
+    assert list_problems(found) == []
+
+
+def test_a_template_without_ends_of_turns_is_a_note(world: World, tmp_path: Path) -> None:
+    text = MESSAGES.replace("</s>", "\n\n") + OPEN
+    found = probe(world, tmp_path, write_game(), data__chat_template=text)
+    assert list_problems(found) == []
+    assert list_notes(found) == [
+        "the chat template does not end turns with a token at which generation stops"
+    ]

@@ -80,7 +80,7 @@ def probe_data(
         raise UserError(
             f"none of the first {len(records)} records of data.train can be used: {rejects.first()}"
         )
-    special = _Special(tokenizer, frozenset(stop_token_ids))
+    special = SpecialIds(tokenizer, frozenset(stop_token_ids))
     templated = experiment.data.apply_chat_template or not all(item.plain for item in items)
     if environments is not None:
         templated = environments.template.template is not None
@@ -135,7 +135,7 @@ class _Traps:
 
 
 @dataclass(frozen=True)
-class _Special:
+class SpecialIds:
     """The special tokens of a tokenizer, and the ids at which generation stops."""
 
     tokenizer: Any
@@ -186,7 +186,7 @@ def _check_reading(
 
 
 def _check_ends(
-    experiment: Experiment, items: Sequence[DataItem], special: _Special, *, templated: bool
+    experiment: Experiment, items: Sequence[DataItem], special: SpecialIds, *, templated: bool
 ) -> Finding:
     """Check the tokens that begin, end and pad sequences."""
     form = experiment.spec.form
@@ -197,7 +197,7 @@ def _check_ends(
         ):
             problems.see(problem, item.origin)
         rows = [row.ids for row in item.rows]
-        if special.begin not in special.stops and any(_has_begin_inside(ids, special) for ids in rows):
+        if special.begin not in special.stops and any(has_begin_inside(ids, special) for ids in rows):
             notes.see(f"have {special.name(special.begin)} inside", item.origin)
         if special.unknown is not None and any(special.unknown in ids for ids in rows):
             notes.see(f"have text that the tokenizer writes as {special.name(special.unknown)}", item.origin)
@@ -216,7 +216,7 @@ _END_REASONS = (
 _MISSED_REASON = "generation.stop_token_ids replaces the model's own list, and lacks this token"
 
 
-def _find_traps(row: Row, item: DataItem, form: str, special: _Special) -> Iterator[str]:
+def _find_traps(row: Row, item: DataItem, form: str, special: SpecialIds) -> Iterator[str]:
     ids, begin = row.ids, special.begin
     if begin is not None and (begin, begin) in pairwise(ids):
         yield f"have {special.name(begin)} twice in a row"
@@ -235,7 +235,7 @@ def _find_traps(row: Row, item: DataItem, form: str, special: _Special) -> Itera
                 yield f"continue after {special.name(early)}, at which generation stops"
 
 
-def _has_begin_inside(ids: Sequence[int], special: _Special) -> bool:
+def has_begin_inside(ids: Sequence[int], special: SpecialIds) -> bool:
     """Check for a beginning of sequence that neither begins the row nor follows the end of an earlier turn."""
     for i, token in enumerate(ids):
         if token == special.begin and i:
@@ -247,7 +247,7 @@ def _has_begin_inside(ids: Sequence[int], special: _Special) -> bool:
     return False
 
 
-def _find_missed_end(experiment: Experiment, special: _Special) -> str | None:
+def _find_missed_end(experiment: Experiment, special: SpecialIds) -> str | None:
     """Find the end of a turn in the chat template at which generation does not stop."""
     spec, data = experiment.spec, experiment.data
     if spec.generation is None:
@@ -261,7 +261,9 @@ def _find_missed_end(experiment: Experiment, special: _Special) -> str | None:
     return f"the chat template ends a turn with {special.name(end)} (id {end}), at which generation does not stop"
 
 
-def _check_learnt(experiment: Experiment, items: Sequence[DataItem], special: _Special) -> Iterator[Finding]:
+def _check_learnt(
+    experiment: Experiment, items: Sequence[DataItem], special: SpecialIds
+) -> Iterator[Finding]:
     """Check which tokens of answers are learnt, if records have answers."""
     form = experiment.spec.form
     if form in ("prompt", "steps"):

@@ -23,7 +23,7 @@ from realrl.environments.tool_calls import read_calls
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.stop_strings import StopStrings
 from realrl.runtime.prepare.environments import SEED, Environments
-from realrl.testing.data_probes import ProbedData
+from realrl.testing.data_probes import ProbedData, SpecialIds, has_begin_inside
 from realrl.testing.findings import Finding
 
 MOST = 64
@@ -92,6 +92,8 @@ class _Play:
     """What the environment answered, in order."""
     failure: Failure | None = None
     over: bool = False
+    is_ended: bool = True
+    """Whether the chat template ends the turns of the model with a token at which generation stops."""
 
     @property
     def row(self) -> Row:
@@ -130,6 +132,7 @@ class _Prober:
                 play.answers.append((len(play.ids), len(play.ids) + len(one.ids)))
                 play.ids += one.ids
                 play.said.append(one.said)
+                play.is_ended &= one.is_ended
                 play.messages.append(one.message)
             answers = self.environments.ask(
                 [
@@ -203,6 +206,8 @@ class _Turn:
     message: Message
     ids: list[int]
     """Tokens as the model would sample them, with the token that ends the turn."""
+    is_ended: bool = False
+    """Whether the chat template writes this last token."""
 
 
 def probe_environment(
@@ -282,18 +287,22 @@ def _make_turn(prober: _Prober, stop_token_ids: Sequence[int], said: str, messag
 
     Raises BadRecordError if the template does not write such a message.
     """
-    text, end = message.get("content", ""), stop_token_ids[0]
+    text, end, is_ended = message.get("content", ""), stop_token_ids[0], False
     if prober.template is not None:
         (conversation,) = prober.template.write_conversation(
             [{"role": "user", "content": _ASKED}, message], "last"
         )
-        text = conversation.text[conversation.turns[0].start : conversation.turns[0].stop]
+        turn = conversation.turns[0]
+        text = conversation.text[turn.start : turn.stop]
         names = [str(prober.tokenizer.convert_ids_to_tokens(token)) for token in stop_token_ids]
         place, name = min(((text.find(name), name) for name in names if name in text), default=(-1, ""))
-        if place >= 0:
+        is_ended = place >= 0
+        if is_ended:
             text, end = text[:place], stop_token_ids[names.index(name)]
+        elif turn.content > turn.start:
+            text = conversation.text[turn.start : turn.content]
     ids: list[int] = prober.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
-    return _Turn(said, message, [*ids, end])
+    return _Turn(said, message, [*ids, end], is_ended)
 
 
 def _check_tools(
@@ -408,7 +417,7 @@ def _check_turns(prober: _Prober, plays: Sequence[_Play]) -> Finding:
 
 def _check_learnt(prober: _Prober, plays: Sequence[_Play], stop_token_ids: tuple[int, ...]) -> Finding:
     """Check that trajectories begin once, and compare them with fine-tuning on the same conversations."""
-    tokenizer, begin = prober.tokenizer, prober.tokenizer.bos_token_id
+    tokenizer, special = prober.tokenizer, SpecialIds(prober.tokenizer, frozenset(stop_token_ids))
     whole = [play for play in plays if play.failure is None]
     learnt, total = sum(sum(play.row.loss_mask) for play in whole), sum(len(play.ids) for play in whole)
     check = f"environment: {learnt:,} of {total:,} tokens are in turns of the model"
@@ -416,11 +425,13 @@ def _check_learnt(prober: _Prober, plays: Sequence[_Play], stop_token_ids: tuple
     notes: list[str] = []
     for play in whole:
         origin = play.start.item.origin
-        if begin is not None and begin not in stop_token_ids and begin in play.ids[1:]:
-            name = tokenizer.convert_ids_to_tokens(begin)
-            text = f"a trajectory from {origin} has {name} inside, and not only at its beginning"
+        if special.begin not in special.stops and has_begin_inside(play.ids, special):
+            text = f"a trajectory from {origin} has {special.name(special.begin)} inside a turn"
             return Finding(check, text, "the environment or the chat template writes it again")
         if prober.template is None:
+            continue
+        if not play.is_ended:
+            notes.append("the chat template does not end turns with a token at which generation stops")
             continue
         try:
             written = prober.template.write_conversation(play.messages, "all")
