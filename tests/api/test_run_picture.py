@@ -33,13 +33,18 @@ def test_what_a_run_says_is_escaped(tmp_path: Path) -> None:
     call = f"run        <i>{HOSTILE.replace(' ', '')} [<u>] on d1 t1 p1 @0 mb=1"
     write_step(run, extra=[make_event(0, call, 5e15, 9e5, {"step": 39, "error": HOSTILE})])
     (run / "samples").mkdir()
-    (run / "samples" / "step-000030.jsonl").write_text('{"prompt": "<script>", "completion": "</div>"}\n')
+    (run / "samples" / "step-000030.jsonl").write_text(
+        '{"prompt": "<script>", "completion": "</div>"}\n'
+        '{"prompt": "A", "completion": "B", "trajectory": [{"text": " <u>", "sampled": true}, {"text": "C"}]}\n'
+    )
     text = Run(run)._repr_html_()
     page = ElementTree.fromstring(text)
     tags = {element.tag.rpartition("}")[2] for element in page.iter()}
     assert not tags & {"script", "img", "i", "u", "b1"}
     assert not [name for element in page.iter() for name in element.attrib if name.startswith("on")]
     assert "onerror=alert(1)" in "".join(page.itertext()) and "</div>" in "".join(page.itertext())
+    # Turns of the model are marked.
+    assert "A [[<u>]]\nC" in "".join(page.itertext())
 
 
 def test_a_run_without_a_trace_says_which_setting_makes_one(tmp_path: Path) -> None:

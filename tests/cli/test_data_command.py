@@ -2,8 +2,10 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from realrl.cli.app import run_app
 from realrl.cli.data import format_lengths
@@ -92,3 +94,71 @@ def test_every_length_is_in_the_histogram_once(lengths):
     lines = format_lengths({"prompt": [1], "whole": lengths}).split("\n\n")[1].splitlines()
     assert len(lines) <= 10 and all(line.startswith("whole ") for line in lines)
     assert sum(int(line.split()[-1]) for line in lines) == len(lengths)
+
+
+GAME = """
+class Game:
+    def reset(self, level, seed):
+        if level == 2:
+            raise ValueError("no such level")
+        return f" begin {level}"
+
+    def step(self, text):
+        return " go on"
+
+
+class Shop(Game):
+    step = None
+
+    def buy(self, name: str, count: int = 1) -> str:
+        '''Buys something.
+
+        Args:
+            name: What to buy.
+            count: How many.
+        '''
+        return "bought"
+"""
+TEMPLATE = (
+    "{% for tool in tools or [] %}<{{ tool.function.name }}>{% endfor %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for call in m.tool_calls or [] %}"
+    '<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "</tool_call>{% endfor %}</s>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def write_environment_recipe(world: World, directory: Path, kind: str, **changes: Any) -> Path:
+    (directory / "game.py").write_text(GAME)
+    records = [{"prompt": "the film", "level": level} for level in (1, 2, 3)]
+    settings = {
+        "data__train": write_jsonl(directory / "levels.jsonl", records),
+        "data__batch": 2,
+        "environment": f"{directory / 'game.py'}:{kind}",
+        **changes,
+    }
+    file = world.recipe("grpo", directory, **settings)
+    document = yaml.safe_load(file.read_text())
+    del document["models"]["reward"]
+    file.write_text(yaml.safe_dump(document))
+    return file
+
+
+def test_an_environment_continues_the_prompts_that_are_shown(world, tmp_path, capsys):
+    recipe = write_environment_recipe(world, tmp_path, "Game")
+    status, out, err = run(capsys, recipe, "--samples", "3")
+    assert (status, err) == (0, "")
+    assert "<s>the film begin 1\n" in out and "<s>the film begin 3\n" in out
+    assert out.count(" more from the environment)") == 2
+    assert f"<s>the film\nenvironment={tmp_path / 'game.py'}:Game raised ValueError: no such level" in out
+    assert "no tools: step gets each turn of the model" in out and "environment sees level\n" in out
+    assert "[[a turn of the model</s>]]what the environment answers[[the next turn</s>]]\n" in out
+
+
+def test_tools_and_what_the_chat_template_writes_between_turns_are_shown(world, tmp_path, capsys):
+    recipe = write_environment_recipe(world, tmp_path, "Shop", data__chat_template=TEMPLATE)
+    status, out, err = run(capsys, recipe, "--samples", "1")
+    assert (status, err) == (0, "")
+    assert "tools:\n  buy(name: string, count?: integer): Buys something.\n" in out
+    assert "<buy>user: the film begin 1</s>assistant: \n" in out
+    between = "tool: what the environment answers</s>assistant: "
+    assert f"[[a turn of the model</s>]]{between}[[the next turn</s>]]\n" in out

@@ -75,6 +75,35 @@ def test_report_of_all_three_stages(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "0.78" in printed
 
 
+def test_turns_of_the_model_are_marked_with_and_without_colour(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ppo_run(tmp_path / "ppo")
+    parts = [
+        {"text": " a [b]</s>", "tokens": 4, "sampled": True, "reward": 0.5},
+        {"text": "\nlater\n", "tokens": 3, "sampled": False},
+    ]
+    numbers = {"score": None, "environment_reward": 0.5, "turns": 1, "failed_calls": 0}
+    for step, failed in ((0, False), (5, True)):
+        row = {"prompt": "The film is", "completion": "a [b]", "environment_failed": failed}
+        text = json.dumps({**row, **numbers, "trajectory": parts}) + "\n"
+        (tmp_path / "ppo" / "samples" / f"step-{step:06d}.jsonl").write_text(text)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run_app(["report", run, "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert "([[ ]]: sampled by the model, the rest: written by the environment" in printed
+    assert "[[a [b]</s>]] reward +0.5" in printed and "later" in printed and "\x1b" not in printed
+    assert "environment_reward +0.50  turns 1  failed_calls 0 " in printed
+    assert printed.count("the environment failed") == 1
+    for name, value in (("FORCE_COLOR", "1"), ("TERM", "xterm-256color")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert run_app(["report", run, "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert "\x1b[32ma [b]</s>\x1b[0m" in printed and "\x1b[2mlater\x1b[0m" in printed
+    assert "[[" not in printed and "green: sampled by the model" in printed
+
+
 def test_a_report_has_only_the_figures_of_the_runs_given(tmp_path: Path) -> None:
     assert run_app(["report", reward_run(tmp_path / "r"), "--out", str(tmp_path)]) == 0
     assert read_report(tmp_path) == {"reward_pair_accuracy": 0.78, "seconds": {"reward": 7.0, "total": 7.0}}

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from realrl.cli.app import run_app
-from tests.conftest import World, thin
+from tests.conftest import World, thin, write_jsonl
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,6 +61,42 @@ def test_a_detached_factor_is_a_note(
     recipe = planted["plant"](tmp_path, bug)
     assert run_app(["check", str(recipe), "--processes", "2"]) == 0
     assert "that is right only if a factor is detached on purpose" in capsys.readouterr().out
+
+
+GAME = """
+class Game:
+    def reset(self, level, seed):
+        self.left = 1 + seed % 3
+        return f" level {level}" + " and so on" * 60
+
+    def step(self, text):
+        self.left -= 1
+        return f" {self.left} left", len(text) / 10, not self.left
+"""
+
+
+def test_an_environment_without_mistakes_passes(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "game.py").write_text(GAME)
+    records = [{"prompt": "the film", "level": level} for level in range(8)]
+    settings = {
+        "data__train": write_jsonl(tmp_path / "levels.jsonl", records),
+        "data__batch": 4,
+        "environment": {"factory": f"{tmp_path / 'game.py'}:Game", "max_turn_tokens": 100},
+        "generation__max_new_tokens": 500,
+        "data__max_tokens": 1024,
+        "policy__kl__coef": 0.0,
+    }
+    file = world.recipe("grpo", tmp_path, **settings)
+    document = yaml.safe_load(file.read_text())
+    del document["models"]["reward"]
+    file.write_text(yaml.safe_dump(document))
+    status, text = run_app(["check", str(file), "--processes", "2"]), capsys.readouterr().out
+    assert status == 0 and "no problems" in text, text
+    assert "ok       environment: step gets the turns, reset gets level, seed\n" in text
+    assert "ok       plan tp=2 on 2 processes\n" in text
+    assert "[[It is so.</s>]]" in text and "these turns of the model are made up" in text
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "dpo"])

@@ -65,7 +65,8 @@ class Run:
     @property
     @plain_errors
     def samples(self) -> list[dict[str, Any]]:
-        """The shown answers of the last evaluation: `prompt`, `completion`, and scores."""
+        """The shown answers of the last evaluation: `prompt`, `completion` and scores. With an environment, also
+        `trajectory` and its numbers."""
         from realrl.cli.monitoring.metrics import read_rows
 
         files = sorted((self.path / "samples").glob("step-*.jsonl"))
@@ -161,7 +162,7 @@ class Run:
             legend=[(look, text) for look, text in LEGEND if look.split()[-1] in looks],
             costs=[] if costs is None else [_list_cells(cost) for cost in list_costs(costs)],
             note=note,
-            samples=[(_text(of.get("prompt")), _text(of.get("completion"))) for of in self.samples[:3]],
+            samples=[(_text(of.get("prompt")), _show_answer(of)) for of in self.samples[:3]],
         )
 
 
@@ -187,6 +188,14 @@ def _list_cells(cost: "Cost") -> list[str]:
 
 def _show(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _show_answer(sample: dict[str, Any]) -> str:
+    """Show an answer; a trajectory with the turns of the model in [[ ]]."""
+    from realrl.cli.page.trajectory import mark_parts, read_parts
+
+    parts = read_parts(sample)
+    return _text(sample.get("completion") if parts is None else mark_parts(parts))
 
 
 def _text(value: Any) -> str:

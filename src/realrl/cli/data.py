@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from realrl.data.dataset import SourceCount
     from realrl.data.tokenization import Row
     from realrl.recipe.experiment import Experiment
-    from realrl.runtime.inspect import Inspection
+    from realrl.runtime.inspect import Inspection, Turns
 
 _QUANTILES = (0, 5, 25, 50, 75, 95, 99, 100)
 _BINS, _BAR = 10, 40
@@ -32,6 +32,7 @@ def data(
 ) -> None:
     """Show the records of a recipe as a run would read them: counts, lengths, skipped records, first samples.
 
+    An environment starts a trajectory for each of these samples. Its tools are listed, too.
     The exit status is 2 if a run would refuse the records. See docs/data.md.
     """
     from realrl.config.errors import UserError
@@ -41,9 +42,11 @@ def data(
     experiment = load_experiment(recipe, overrides)
     from realrl.runtime.inspect import inspect_data, list_refused
 
-    tokenizer, found = inspect_data(experiment, samples)
+    tokenizer, found, turns = inspect_data(experiment, samples)
     for inspection in found:
         _show(experiment, tokenizer, inspection)
+    if turns is not None:
+        typer.echo(_format_turns(tokenizer, turns))
     refused = [message for inspection in found for message in list_refused(experiment, inspection)]
     if refused:
         raise UserError("; ".join(refused))
@@ -52,7 +55,7 @@ def data(
 def _show(experiment: "Experiment", tokenizer: Any, inspection: "Inspection") -> None:
     records = inspection.data
     assert records is not None, "it has been read"
-    typer.echo(typer.style(f"── data.{inspection.name} " + "─" * 60, bold=True))
+    typer.echo(_head(f"data.{inspection.name}"))
     typer.echo(_format_counts(records.sources))
     if inspection.name == "train":
         typer.echo(_describe_epoch(experiment, inspection))
@@ -60,9 +63,45 @@ def _show(experiment: "Experiment", tokenizer: Any, inspection: "Inspection") ->
         typer.echo(f"note: {note}")
     typer.echo(f"\n{format_lengths(inspection.lengths)}\n")
     typer.echo(_describe_fields(inspection))
-    for origin, rows in inspection.first:
-        typer.echo(f"\n{format_item(tokenizer, origin, rows)}")
+    for number, (origin, rows) in enumerate(inspection.first):
+        opening = inspection.openings[number] if inspection.openings else []
+        if isinstance(opening, str):
+            typer.echo(f"\n{format_item(tokenizer, origin, rows)}")
+            typer.secho(opening, fg="red")
+        else:
+            typer.echo(f"\n{format_item(tokenizer, origin, rows, opening=opening)}")
     typer.echo()
+
+
+def _head(title: str) -> str:
+    return typer.style(f"── {title} " + "─" * 60, bold=True)
+
+
+def _format_turns(tokenizer: Any, turns: "Turns") -> str:
+    """Format the tools of an environment, and what stands between the turns of the model."""
+    lines = [_head(turns.label)]
+    if turns.tools is None:
+        lines.append("no tools: step gets each turn of the model")
+    else:
+        lines += ["tools:", *(f"  {describe_tool(tool)}" for tool in turns.tools)]
+    learnt = "green" if is_coloured() else "in [[ ]]"
+    lines.append(f"\nafter the first observation; tokens to learn are {learnt}:")
+    lines.append(_mark(tokenizer, turns.row.ids, [1, *turns.row.loss_mask[1:]], is_coloured()))
+    return "\n".join(lines) + "\n"
+
+
+def describe_tool(tool: Mapping[str, Any]) -> str:
+    """Describe a tool by its schema: name, arguments with types, and the first line of its description.
+
+    The names of optional arguments end with `?`.
+    """
+    function = tool["function"]
+    parameters = function.get("parameters", {})
+    arguments = ", ".join(
+        f"{name}{'' if name in parameters.get('required', ()) else '?'}: {of.get('type', 'any')}"
+        for name, of in parameters.get("properties", {}).items()
+    )
+    return f"{function['name']}({arguments}): {function.get('description', '').partition(chr(10))[0]}"
 
 
 def _describe_epoch(experiment: "Experiment", inspection: "Inspection") -> str:
@@ -140,22 +179,32 @@ def _draw_histogram(name: str, values: Any) -> Iterator[str]:
         yield f"{name} {span}  {bar} {count:,}"
 
 
-def format_item(tokenizer: Any, origin: str, rows: "Sequence[Row]", shown: int = _SHOWN) -> str:
+def is_coloured() -> bool:
+    """Return whether the output is a terminal that shows colours."""
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
+
+
+def format_item(
+    tokenizer: Any, origin: str, rows: "Sequence[Row]", shown: int = _SHOWN, *, opening: Sequence[int] = ()
+) -> str:
     """Format an item as the model sees it. Tokens to learn are green, or in [[ ]] without colour.
 
-    `shown`: maximum tokens at the beginning and at the end of a row.
+    `shown`: maximum tokens at the beginning and at the end of a row. `opening`: tokens that an
+    environment adds to a prompt.
     """
-    coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    coloured = is_coloured()
     names = ("chosen", "rejected") if len(rows) == 2 else [""] * len(rows)
     parts = []
     for name, row in zip(names, rows, strict=True):
         learnt = sum(row.loss_mask)
         about = f"{len(row.ids):,} tokens, {learnt:,} to learn" if row.answers else f"{len(row.ids):,} tokens"
+        about += f", {len(opening):,} more from the environment" if opening else ""
         title = " ".join(filter(None, (origin, name, f"({about})")))
-        text = _mark(tokenizer, row.ids, row.loss_mask, coloured)
-        if (left_out := len(row.ids) - 2 * shown) > 0:
+        ids, mask = [*row.ids, *opening], [*row.loss_mask, *[0] * len(opening)]
+        text = _mark(tokenizer, ids, mask, coloured)
+        if (left_out := len(ids) - 2 * shown) > 0:
             beginning, end = (
-                _mark(tokenizer, row.ids[part], row.loss_mask[part], coloured)
+                _mark(tokenizer, ids[part], mask[part], coloured)
                 for part in (slice(shown), slice(-shown, None))
             )
             text = f"{beginning}\n... {left_out:,} tokens ...\n{end}"

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from realrl.cli.monitoring.metrics import MetricLine
+    from realrl.cli.page.trajectory import Part
     from realrl.runtime.output.algorithm_record import AlgorithmRecord
 
 _SHOWN_SAMPLES, _MOST_COLUMNS = 3, 4
@@ -62,7 +63,8 @@ class FinishedRun:
     algorithm: "AlgorithmRecord"
     lines: tuple["MetricLine", ...]
     samples: tuple[list[dict[str, Any]], ...]
-    """Samples of each evaluation, in order. A sample has a prompt, a completion and numbers."""
+    """Samples of each evaluation, in order. A sample has a prompt, a completion and numbers. With an environment,
+    it also has the parts of its trajectory, and whether the environment failed."""
     seconds: float
     """Wall time."""
 
@@ -126,6 +128,7 @@ def read_run(directory: str) -> FinishedRun:
 def _read_run(path: Path) -> FinishedRun:
     from realrl.checkpoint.saved import find_saved
     from realrl.cli.monitoring.metrics import MetricLine, read_rows
+    from realrl.cli.page.trajectory import NUMBERS, has_failed, read_parts
     from realrl.config.errors import UserError
     from realrl.config.yaml_file import read_yaml
     from realrl.runtime.output.algorithm_record import AlgorithmRecord
@@ -137,7 +140,7 @@ def _read_run(path: Path) -> FinishedRun:
         raise UserError(
             f"{path}: a report takes finished runs; this run is still going, or ended {saved.describe(steps)}"
         )
-    keys = (*algorithm.sample_keys, "judge")
+    keys = (*algorithm.sample_keys, "judge", *NUMBERS)
     return FinishedRun(
         path=path,
         algorithm=algorithm,
@@ -146,6 +149,7 @@ def _read_run(path: Path) -> FinishedRun:
             [
                 {"prompt": row["prompt"], "completion": row["completion"]}
                 | {"numbers": {key: row[key] for key in keys if key in row}}
+                | {"parts": read_parts(row), "failed": has_failed(row)}
                 for row in read_rows(file)
             ]
             for file in sorted((path / "samples").glob("step-*.jsonl"))
@@ -218,20 +222,40 @@ def _print_report(
     console.print(table)
     for run in runs.values():
         if len(run.samples) > 1:
-            console.print(_sample_table(run.samples[0], run.samples[-1]))
+            coloured = console.color_system is not None and not console.no_color
+            console.print(_sample_table(run.samples[0], run.samples[-1], coloured=coloured))
 
 
-def _sample_table(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> "Table":
-    """Make a table with the first and the last completion of each prompt side by side."""
+def _sample_table(
+    before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]], *, coloured: bool
+) -> "Table":
+    """Make a table with the first and the last completion of each prompt side by side.
+
+    Turns of the model are green in a trajectory, or in [[ ]] without colour.
+    """
     from rich.table import Table
     from rich.text import Text
 
-    def completion(sample: dict[str, Any]) -> "Text":
-        numbers = [f"{name} {value:+.2f}" for name, value in sample["numbers"].items() if value is not None]
-        labels = "\n" + "  ".join(numbers) if numbers else ""
-        return Text.assemble(sample["completion"].strip(), (labels, "dim"))
+    from realrl.cli.page.trajectory import FAILED, SAMPLED, WRITTEN
 
-    table = Table(title="Samples", title_justify="left", show_lines=True)
+    def completion(sample: dict[str, Any]) -> "Text":
+        numbers = [
+            f"{name} {value}" if isinstance(value, int) else f"{name} {value:+.2f}"
+            for name, value in sample["numbers"].items()
+            if value is not None
+        ]
+        text = Text(sample["completion"].strip())
+        if sample["parts"] is not None:
+            text = Text("\n").join(_show_part(part, coloured=coloured) for part in sample["parts"])
+        if sample["failed"]:
+            numbers.append(FAILED)
+        labels = "\n" + "  ".join(numbers) if numbers else ""
+        return Text.assemble(text, (labels, "dim"))
+
+    looks = f"green: {SAMPLED}, dim: {WRITTEN}" if coloured else f"[[ ]]: {SAMPLED}, the rest: {WRITTEN}"
+    trajectories = any(sample["parts"] is not None for sample in after)
+    title = Text.assemble("Samples", (f" ({looks})" if trajectories else "", "not italic"))
+    table = Table(title=title, title_justify="left", show_lines=True)
     for heading in ("prompt", "before", "after"):
         table.add_column(heading, ratio=1)
     pairs = [(old, new) for old, new in zip(before, after, strict=False) if old["prompt"] == new["prompt"]]
@@ -239,3 +263,14 @@ def _sample_table(before: Sequence[dict[str, Any]], after: Sequence[dict[str, An
         # Text, not str: rich would read brackets in completions as markup.
         table.add_row(Text(old["prompt"]), completion(old), completion(new))
     return table
+
+
+def _show_part(part: "Part", *, coloured: bool) -> "Text":
+    """Show a part of a trajectory."""
+    from rich.text import Text
+
+    text = part.text.strip()
+    if not coloured:
+        text = f"[[{text}]]" if part.sampled else text
+    reward = "" if part.reward is None else f" reward {part.reward:+.4g}"
+    return Text.assemble((text, "green" if part.sampled else "dim"), (reward, "dim"))

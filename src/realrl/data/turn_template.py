@@ -89,9 +89,9 @@ class TurnTemplate:
         """
         text, further = "", list[Message]()
         if isinstance(observation, str):
-            text = self._shorten([{"role": "user", "content": observation}])[0]["content"]
+            text = self.shorten([{"role": "user", "content": observation}])[0]["content"]
         else:
-            further = self._shorten(observation or ())
+            further = self.shorten(observation or ())
         if self.template is None:
             return self._encode(text + _join(further))
         asked = {"role": "user", "content": _ASKED}
@@ -102,7 +102,7 @@ class TurnTemplate:
         """Write the tokens between a turn of the model, whose last token is `last`, and the model's next turn."""
         if isinstance(observation, str):
             observation = [{"role": "user", "content": observation}]
-        messages = self._shorten(observation or ())
+        messages = self.shorten(observation or ())
         if self.template is None:
             return self._encode(_join(messages))
         tokens = self._encode(self._write(self.template, messages))
@@ -170,7 +170,7 @@ class TurnTemplate:
                     " was sampled, or give another template as data.chat_template"
                 ) from None
 
-    def _shorten(self, messages: Sequence[Message]) -> list[Message]:
+    def shorten(self, messages: Sequence[Message]) -> list[Message]:
         """Cut the texts of messages to the maximum number of tokens together."""
         left, kept = self._longest, list[Message]()
         for message in messages:

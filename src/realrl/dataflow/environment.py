@@ -18,6 +18,9 @@ FAILED_CALLS = "failed_calls"
 ENVIRONMENT_FAILED = "environment_failed"
 """Key with 1 for a trajectory whose environment failed, and that counts for nothing; 0 for all others."""
 
+TRAJECTORY = "trajectory"
+"""Field of a samples file with the parts of a trajectory. The other fields have the names of the keys above."""
+
 OUTPUTS = (ACTION_MASK, TURN_REWARDS, ENVIRONMENT_REWARD, TURNS, FAILED_CALLS, ENVIRONMENT_FAILED)
 """Keys that a generate call has with an environment. The call's prefix goes in front of them."""
 

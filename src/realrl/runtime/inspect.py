@@ -2,8 +2,9 @@
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 from realrl.algorithms.base.method import FunctionMethod
@@ -12,6 +13,7 @@ from realrl.data.dataset import Dataset
 from realrl.data.tokenization import Row
 from realrl.dataflow.environment import ENVIRONMENT_REWARD
 from realrl.dataflow.graph import DataflowGraph
+from realrl.environments.pool import Failure
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.sources import name_sources
 from realrl.runtime.prepare.environments import Environments
@@ -38,8 +40,13 @@ class Inspection:
     """Number of records that have each extra column."""
     functions: dict[str, list[str]] = field(default_factory=dict)
     """Columns that each function receives."""
+    openings: list[list[int] | str] = field(default_factory=list)
+    """For each of the first items: the tokens that an environment adds to its prompt, or how `reset` failed."""
     _source: int = -1
     _taken: int = 0
+    _count: int = 0
+    _indices: list[int] = field(default_factory=list)
+    """Positions of the first items in `data`."""
 
     def watch(self, source: int, origin: str, rows: Sequence[Row]) -> None:
         """Count a used item, and keep it if it is one of the first items of its source."""
@@ -47,14 +54,31 @@ class Inspection:
         self._source = source
         if self._taken <= self.samples:
             self.first.append((origin, rows))
+            self._indices.append(self._count)
+        self._count += 1
         for row in rows:
             for name, tokens in _measure(row).items():
                 self.lengths.setdefault(name, array("l")).append(tokens)
 
-    def see(self, name: str) -> bool:
-        """Count a column. Returns False, so that its values are not kept."""
+    def see(self, name: str, environments: Environments | None) -> bool:
+        """Count a column. Returns whether its values are kept, because the environment takes them."""
         self.fields[name] += 1
-        return False
+        return environments is not None and environments.wants(name)
+
+    def open_first(self, environments: Environments, seed: int) -> None:
+        """Start a trajectory for each of the first items. `seed`: the run's seed."""
+        assert self.data is not None, "it has been read"
+        further = self.data.further_fields(self._indices)
+        records = [
+            environments.make_record({name: values[i] for name, values in further.items()}, (seed, 0, place))
+            for i, place in enumerate(self._indices)
+        ]
+        for number, answer in environments.reset(records):
+            if isinstance(answer, Failure):
+                self.openings.append(f"{environments.label} {answer.reason}")
+            else:
+                self.openings.append(environments.template.open(answer["observation"]))
+            environments.pool.drop(number, close=True)
 
 
 def _measure(row: Row) -> dict[str, int]:
@@ -64,22 +88,68 @@ def _measure(row: Row) -> dict[str, int]:
     return {"prompt": row.prompt_length, "answers": answers, "whole": len(row.ids)}
 
 
-def inspect_data(experiment: Experiment, samples: int) -> tuple[Any, list[Inspection]]:
-    """Read the records of a recipe. Returns its tokenizer, and inspections of training and evaluation records.
+def inspect_data(experiment: Experiment, samples: int) -> tuple[Any, list[Inspection], "Turns | None"]:
+    """Read the records of a recipe.
+
+    Returns its tokenizer, inspections of training and evaluation records, and the turns of its environment, if it
+    has one. An environment starts a trajectory for each item to show.
 
     Unusable records are counted even if they would end a run. Raises UserError if a source cannot be read or has no
-    usable record, or if records lack a column that a function needs.
+    usable record, or if records lack a column that a function or the environment needs.
     """
     tokenizer = load_shared_tokenizer(experiment)
     stop_token_ids = load_stop_token_ids(experiment, tokenizer)
+    if experiment.environment_config is None:
+        return tokenizer, _inspect(experiment, samples, tokenizer, stop_token_ids, None), None
+    environments = Environments(experiment, tokenizer, stop_token_ids)
+    try:
+        found = _inspect(experiment, samples, tokenizer, stop_token_ids, environments)
+        return tokenizer, found, _make_turns(environments, tokenizer, stop_token_ids)
+    finally:
+        environments.close()
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What a trajectory looks like after its first observation."""
+
+    label: str
+    """The setting with the name of the environment."""
+    tools: Sequence[Mapping[str, Any]] | None
+    """Schemas of the tools; None if the environment has `step`."""
+    row: Row
+    """Two turns of the model with an observation between them. Their texts are placeholders."""
+
+
+_TURN, _OBSERVATION, _LAST = "a turn of the model", "what the environment answers", "the next turn"
+
+
+def _make_turns(environments: Environments, tokenizer: Any, stop_token_ids: Sequence[int]) -> Turns:
+    """Write turns as in a run, with placeholders for the texts of the model and of the environment."""
+    first, last = (
+        [*tokenizer(text, add_special_tokens=False)["input_ids"], stop_token_ids[0]]
+        for text in (_TURN, _LAST)
+    )
+    role = "user" if environments.tools is None else "tool"
+    answer = [{"role": role, "name": "tool", "content": _OBSERVATION}]
+    between = environments.template.observe(answer, first[-1])
+    ids = [*first, *between, *last]
+    return Turns(
+        environments.label, environments.tools, Row(ids, ((0, len(first)), (len(ids) - len(last), len(ids))))
+    )
+
+
+def _inspect(
+    experiment: Experiment,
+    samples: int,
+    tokenizer: Any,
+    stop_token_ids: tuple[int, ...],
+    environments: Environments | None,
+) -> list[Inspection]:
     data = experiment.data
     too_long = "skip" if (data.on_too_long or data.on_error) == "fail" else data.on_too_long
     data = data.model_copy(update={"on_error": "skip", "on_too_long": too_long})
     algorithm = build_algorithm(experiment)
-    environments = None
-    if experiment.environment_config is not None:
-        environments = Environments(experiment, tokenizer, stop_token_ids)
-        environments.close()
     graphs = {
         "train": (data.train, experiment.graph),
         "eval": (data.eval, experiment.eval_graph),
@@ -97,7 +167,7 @@ def inspect_data(experiment: Experiment, samples: int) -> tuple[Any, list[Inspec
             data,
             experiment.seed,
             stop_token_ids,
-            inspection.see,
+            partial(inspection.see, environments=environments),
             inspection.watch,
             turns=None if environments is None else environments.template,
         )
@@ -105,12 +175,13 @@ def inspect_data(experiment: Experiment, samples: int) -> tuple[Any, list[Inspec
             environments.check_fields(name_sources(source), inspection.fields)
             label = environments.label.partition("=")[0]
             inspection.functions[label] = [name for name in inspection.fields if environments.wants(name)]
+            inspection.open_first(environments, experiment.seed)
         known = [*inspection.fields, *([] if environments is None else [ENVIRONMENT_REWARD])]
         for call, function in _load_functions(algorithm, graph).items():
             function.check_fields(name_sources(source), known)
             inspection.functions[call] = [name for name in inspection.fields if function.wants(name)]
         found.append(inspection)
-    return tokenizer, found
+    return found
 
 
 def _load_functions(algorithm: Any, graph: DataflowGraph) -> dict[str, FunctionMethod]:

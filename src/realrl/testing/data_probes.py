@@ -14,6 +14,7 @@ from realrl.data.rejects import Rejects
 from realrl.data.tokenization import SAME_ANSWERS, Row
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.sources import list_sources
+from realrl.runtime.prepare.environments import Environments
 from realrl.runtime.prepare.inputs import load_shared_tokenizer, load_stop_token_ids
 from realrl.testing.findings import Finding
 
@@ -31,17 +32,38 @@ class ProbedData:
     findings: Sequence[Finding]
     shown: Sequence[tuple[str, Sequence[Row]]]
     tokenizer: Any
+    stop_token_ids: tuple[int, ...]
+    items: Sequence[DataItem]
+    """All items, with the fields that the environment takes."""
+    fields: frozenset[str]
+    """Columns of the records that no key is made from."""
 
 
-def probe_data(experiment: Experiment, records: Sequence[Record]) -> ProbedData:
+def open_environment(experiment: Experiment) -> Environments | None:
+    """Start the environment of a recipe; None if it has none. Raises UserError if it cannot be used."""
+    if experiment.environment_config is None:
+        return None
+    tokenizer = load_shared_tokenizer(experiment)
+    return Environments(experiment, tokenizer, load_stop_token_ids(experiment, tokenizer))
+
+
+def probe_data(
+    experiment: Experiment, records: Sequence[Record], environments: Environments | None = None
+) -> ProbedData:
     """Probe records of `data.train`, read and tokenised as a run would do.
 
     `records`: at most `MOST` records with their origins, FILE:LINE. Fewer records are all records of `data.train`.
-    Raises UserError for a mistake in the recipe.
+    `environments`: the environment of the recipe, if it has one. Raises UserError for a mistake in the recipe.
     """
     tokenizer = load_shared_tokenizer(experiment)
     stop_token_ids = load_stop_token_ids(experiment, tokenizer)
     rejects = _KeptRejects()
+    fields: set[str] = set()
+
+    def keep(name: str) -> bool:
+        fields.add(name)
+        return environments is not None and environments.wants(name)
+
     reader = ItemReader(
         experiment.spec.form,
         experiment.graph.sources,
@@ -49,22 +71,27 @@ def probe_data(experiment: Experiment, records: Sequence[Record]) -> ProbedData:
         experiment.data.model_copy(update={"on_error": "skip"}),
         experiment.seed,
         stop_token_ids,
-        lambda name: False,
+        keep,
         lambda _, __: iter(records),
+        None if environments is None else environments.template,
     )
     items = [*reader.read(SOURCE, rejects)]
     if not items:
         raise UserError(
             f"none of the first {len(records)} records of data.train can be used: {rejects.first()}"
         )
-    special = _Special(tokenizer, frozenset(stop_token_ids))
+    special = SpecialIds(tokenizer, frozenset(stop_token_ids))
+    templated = experiment.data.apply_chat_template or not all(item.plain for item in items)
+    if environments is not None:
+        templated = environments.template.template is not None
     findings = [
         _check_reading(experiment, items, rejects, reader.notes(SOURCE)),
-        _check_ends(experiment, items, special),
+        _check_ends(experiment, items, special, templated=templated),
         *_check_learnt(experiment, items, special),
         *_check_teaching(experiment, items, rejects, whole=len(records) < MOST),
     ]
-    return ProbedData(findings, [(item.origin, item.rows) for item in items[:SHOWN]], tokenizer)
+    shown = [(item.origin, item.rows) for item in items[:SHOWN]]
+    return ProbedData(findings, shown, tokenizer, stop_token_ids, items, frozenset(fields))
 
 
 class _KeptRejects(Rejects):
@@ -108,7 +135,7 @@ class _Traps:
 
 
 @dataclass(frozen=True)
-class _Special:
+class SpecialIds:
     """The special tokens of a tokenizer, and the ids at which generation stops."""
 
     tokenizer: Any
@@ -158,7 +185,9 @@ def _check_reading(
     return Finding(check, notes=tuple(found))
 
 
-def _check_ends(experiment: Experiment, items: Sequence[DataItem], special: _Special) -> Finding:
+def _check_ends(
+    experiment: Experiment, items: Sequence[DataItem], special: SpecialIds, *, templated: bool
+) -> Finding:
     """Check the tokens that begin, end and pad sequences."""
     form = experiment.spec.form
     problems, notes = _Traps(items), _Traps(items)
@@ -168,7 +197,7 @@ def _check_ends(experiment: Experiment, items: Sequence[DataItem], special: _Spe
         ):
             problems.see(problem, item.origin)
         rows = [row.ids for row in item.rows]
-        if special.begin not in special.stops and any(_has_begin_inside(ids, special) for ids in rows):
+        if special.begin not in special.stops and any(has_begin_inside(ids, special) for ids in rows):
             notes.see(f"have {special.name(special.begin)} inside", item.origin)
         if special.unknown is not None and any(special.unknown in ids for ids in rows):
             notes.see(f"have text that the tokenizer writes as {special.name(special.unknown)}", item.origin)
@@ -177,7 +206,7 @@ def _check_ends(experiment: Experiment, items: Sequence[DataItem], special: _Spe
         return Finding(
             check, problems.describe_all()[0], _END_REASONS, (*problems.describe_all()[1:], *found)
         )
-    missed = _find_missed_end(experiment, items, special)
+    missed = _find_missed_end(experiment, special) if templated else None
     return Finding(check, missed, None if missed is None else _MISSED_REASON, found)
 
 
@@ -187,7 +216,7 @@ _END_REASONS = (
 _MISSED_REASON = "generation.stop_token_ids replaces the model's own list, and lacks this token"
 
 
-def _find_traps(row: Row, item: DataItem, form: str, special: _Special) -> Iterator[str]:
+def _find_traps(row: Row, item: DataItem, form: str, special: SpecialIds) -> Iterator[str]:
     ids, begin = row.ids, special.begin
     if begin is not None and (begin, begin) in pairwise(ids):
         yield f"have {special.name(begin)} twice in a row"
@@ -206,7 +235,7 @@ def _find_traps(row: Row, item: DataItem, form: str, special: _Special) -> Itera
                 yield f"continue after {special.name(early)}, at which generation stops"
 
 
-def _has_begin_inside(ids: Sequence[int], special: _Special) -> bool:
+def has_begin_inside(ids: Sequence[int], special: SpecialIds) -> bool:
     """Check for a beginning of sequence that neither begins the row nor follows the end of an earlier turn."""
     for i, token in enumerate(ids):
         if token == special.begin and i:
@@ -218,11 +247,10 @@ def _has_begin_inside(ids: Sequence[int], special: _Special) -> bool:
     return False
 
 
-def _find_missed_end(experiment: Experiment, items: Sequence[DataItem], special: _Special) -> str | None:
+def _find_missed_end(experiment: Experiment, special: SpecialIds) -> str | None:
     """Find the end of a turn in the chat template at which generation does not stop."""
     spec, data = experiment.spec, experiment.data
-    templated = data.apply_chat_template or not all(item.plain for item in items)
-    if spec.generation is None or not templated:
+    if spec.generation is None:
         return None
     end, sampling = (
         ChatTemplate(special.tokenizer, data.chat_template_kwargs).find_turn_end(),
@@ -233,7 +261,9 @@ def _find_missed_end(experiment: Experiment, items: Sequence[DataItem], special:
     return f"the chat template ends a turn with {special.name(end)} (id {end}), at which generation does not stop"
 
 
-def _check_learnt(experiment: Experiment, items: Sequence[DataItem], special: _Special) -> Iterator[Finding]:
+def _check_learnt(
+    experiment: Experiment, items: Sequence[DataItem], special: SpecialIds
+) -> Iterator[Finding]:
     """Check which tokens of answers are learnt, if records have answers."""
     form = experiment.spec.form
     if form in ("prompt", "steps"):

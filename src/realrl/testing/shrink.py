@@ -37,6 +37,10 @@ STEPS = 2
 first."""
 BATCH = 8
 PROMPT_TOKENS, NEW_TOKENS, LONGEST = 32, 8, 96
+TRAJECTORY_TOKENS = 256
+"""Maximum tokens of a trajectory. Its observations must fit, with what the chat template writes around them."""
+TURN_TOKENS, OBSERVATION_TOKENS, TURNS = NEW_TOKENS, 32, 3
+"""Limits of a trajectory in an environment."""
 OWN_PROMPT_TOKENS = 256
 """Maximum length of a prompt of the user's own records. Longer ones are cut."""
 OPTIMIZER: Mapping[str, Any] = {"lr": 1e-3, "eps": 1e-5, "schedule": "constant"}
@@ -85,6 +89,8 @@ def shrink_recipe(
     if tokenizer is not None:
         prompt, longest = OWN_PROMPT_TOKENS, OWN_PROMPT_TOKENS + LONGEST
         own = {**settings["data"], "on_too_long": "keep_end"}
+    if experiment.environment_config is not None:
+        longest = prompt + TRAJECTORY_TOKENS
     settings["data"] = {
         **own,
         "train": str(data),
@@ -99,6 +105,19 @@ def shrink_recipe(
             "max_new_tokens": NEW_TOKENS,
             "min_new_tokens": 0,
             "stop_token_ids": None,
+        }
+    if experiment.environment_config is not None:
+        settings["generation"]["max_new_tokens"] = TRAJECTORY_TOKENS
+        limits = {
+            "max_turn_tokens": TURN_TOKENS,
+            "max_observation_tokens": OBSERVATION_TOKENS,
+            "max_turns": TURNS,
+        }
+        given = settings["environment"]
+        settings["environment"] = {
+            **given,
+            **{name: min(limit, given[name] or limit) for name, limit in limits.items()},
+            "workers": 1,
         }
     policy = settings.get("policy", {})
     if policy.get("overlong_buffer"):

@@ -98,6 +98,44 @@ def test_the_page_has_what_the_run_says(run: Path) -> None:
         assert client.read("/api/samples", step=31) == []
 
 
+def test_samples_of_an_environment_have_their_turns(run: Path) -> None:
+    parts = [{"text": HOSTILE, "sampled": True, "reward": 1}, {"text": "b", "sampled": False, "reward": "x"}]
+    odd = [None, {"text": 3}, {"text": "c" * 5000, "sampled": "yes"}]
+    row = {"prompt": "A", "completion": "B", "turns": 1, "failed_calls": 2, "environment_reward": None}
+    rows = [{**row, "trajectory": parts + odd}, {**row, "trajectory": parts * 50, "environment_failed": True}]
+    write_samples(run, 40, [*rows, {**row, "trajectory": 7}])
+    with served(run) as client:
+        first, long, without = client.read("/api/samples", step=40)
+        shown = [(part["text"][:30], part["sampled"], part["reward"]) for part in first["parts"]]
+        assert shown == [(HOSTILE[:30], True, 1), ("b", False, None), ("c" * 30, False, None)]
+        assert len(first["parts"][2]["text"]) < 4100 and first["left_out"] == 0 and first["failed"] == ""
+        assert first["numbers"] == {"turns": 1, "failed_calls": 2}
+        assert (len(long["parts"]), long["left_out"]) == (64, 36)
+        assert long["failed"] == "the environment failed" and "parts" not in without
+
+
+def find_luminance(colour: str) -> float:
+    """Relative luminance of a colour #rrggbb, by WCAG 2.1."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_turns_can_be_read_in_light_and_in_dark_and_told_apart_without_colour(run: Path) -> None:
+    with served(run) as client:
+        page = client.ask("/")[1]
+    for name in ("--action", "--observation"):
+        for colour, panel in zip(
+            *(re.findall(rf"{of}: (#[0-9a-f]{{6}})", page) for of in (name, "--panel")), strict=True
+        ):
+            bright, dark = sorted(map(find_luminance, (colour, panel)), reverse=True)
+            # The minimum of WCAG for text is 4.5.
+            assert (bright + 0.05) / (dark + 0.05) >= 4.5, (name, colour, panel)
+    assert re.search(r"\.turn\.action {.*font-weight: 640", page)
+    assert "3px dotted var(--observation)" in page
+    assert "sampled by the model</span>" in page and "the chat template</span>" in page
+
+
 def test_the_last_step_is_drawn_beside_the_predicted_one(run: Path) -> None:
     with served(run) as client:
         found = client.read("/api/step")

@@ -212,7 +212,7 @@ class FunctionInput:
         mask = f"{prefix}{ACTION_MASK}"
         if mask in self.batch.fields:
             marked = zip(answers, self._cuts(prefix), self.batch[mask].rows(), strict=True)
-            answers = [_find_last_turn(answer, row[cut:].tolist()) for answer, (_, cut), row in marked]
+            answers = [find_last_turn(answer, row[cut:].tolist()) for answer, (_, cut), row in marked]
         return [text(answer) for answer in answers]
 
     def completion_ids(self, prefix: str = "") -> list[list[int]]:
@@ -240,7 +240,7 @@ class FunctionInput:
         return text
 
 
-def _find_last_turn(tokens: list[int], mask: Sequence[int]) -> list[int]:
+def find_last_turn(tokens: list[int], mask: Sequence[int]) -> list[int]:
     """Find the last run of tokens that the model sampled. `mask` is 1 for these tokens."""
     end = next((i + 1 for i in reversed(range(len(mask))) if mask[i]), 0)
     start = next((i + 1 for i in reversed(range(end)) if not mask[i]), 0)

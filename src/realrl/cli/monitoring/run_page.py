@@ -16,6 +16,7 @@ from realrl.cli.monitoring.server import Query, Reply, Route
 from realrl.cli.monitoring.status import describe_activity, read_algorithm, read_status
 from realrl.cli.monitoring.timeline import LEGEND, draw_last_step
 from realrl.cli.page.timeline import find_template
+from realrl.cli.page.trajectory import FAILED, NUMBERS, SAMPLED, WRITTEN, has_failed, read_parts
 from realrl.config.errors import UserError
 from realrl.config.json_file import parse_rows, read_tail
 from realrl.planner.report.comparison import COSTS, Comparison
@@ -52,7 +53,12 @@ class RunPage:
         """Make the page itself. It contains the run's name, and requests all other data."""
         nonce = secrets.token_urlsafe(16)
         text = find_template("watch.html.jinja").render(
-            name=self._inside.name, nonce=nonce, version=__version__, legend=LEGEND
+            name=self._inside.name,
+            nonce=nonce,
+            version=__version__,
+            legend=LEGEND,
+            sampled=SAMPLED,
+            written=WRITTEN,
         )
         policy = (
             f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; connect-src 'self';"
@@ -118,13 +124,19 @@ class RunPage:
     def read_samples(self, query: Query) -> Reply:
         """Read the first samples of the evaluation after `step` training steps."""
         algorithm = read_algorithm(self.path)
-        keys = (*(() if algorithm is None else algorithm.sample_keys), "judge")
+        keys = (*(() if algorithm is None else algorithm.sample_keys), "judge", *NUMBERS)
         found = []
         file = self._find(f"samples/step-{_whole(query.get('step')):06}.jsonl")
         for row in () if file is None else _read_first_rows(file):
             numbers = {key: row[key] for key in keys if isinstance(row.get(key), int | float)}
             prompt, completion = _cut(row.get("prompt")), _cut(row.get("completion"))
-            found.append({"prompt": prompt, "completion": completion, "numbers": numbers})
+            sample: dict[str, Any] = {"prompt": prompt, "completion": completion, "numbers": numbers}
+            parts = read_parts(row)
+            if parts is not None:
+                sample["parts"] = [vars(part) | {"text": _cut(part.text)} for part in parts[:_ROWS]]
+                sample["left_out"] = len(parts[_ROWS:])
+                sample["failed"] = FAILED if has_failed(row) else ""
+            found.append(sample)
         return Reply.of_json(found)
 
     def read_step(self, _: Query) -> Reply:

@@ -19,14 +19,17 @@ class Answer:
 
     prompt: str
     completion: str
+    """Text that functions score: in an environment, the last turn of the model."""
     tokens: list[int]
-    """Tokens of the completion, including special tokens."""
+    """Tokens after the prompt, including special tokens and those of the environment."""
     finished: bool
     """Whether the answer ended by itself, before the length limit."""
     values: Mapping[str, float]
     """Numbers that the evaluation graph computed for this answer, such as its score, by key."""
     judge: float | None = None
     """Score by `evaluation.judge`."""
+    trajectory: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of a samples file about the turns; empty without an environment."""
 
 
 @dataclass
@@ -115,6 +118,7 @@ class AnswerMetrics:
                 "completion": answer.completion,
                 "finished": answer.finished,
                 **{key: answer.values[key] for key in keys},
+                **answer.trajectory,
             }
             if answer.judge is not None:
                 row["judge"] = answer.judge

@@ -1,12 +1,22 @@
 """Evaluate the models in memory: run the evaluation graph over all its records, and collect metrics and answers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from realrl.algorithms.base.method import Metrics
+from realrl.algorithms.base.method import Metrics, find_last_turn
 from realrl.algorithms.rewards.scorers import Judge
 from realrl.data.dataset import Dataset
 from realrl.data.order import split_eval_batches
+from realrl.dataflow.environment import (
+    ACTION_MASK,
+    ENVIRONMENT_FAILED,
+    ENVIRONMENT_REWARD,
+    FAILED_CALLS,
+    OUTPUTS,
+    TRAJECTORY,
+    TURN_REWARDS,
+    TURNS,
+)
 from realrl.engine.generation.sampling_noise import SamplingSeed
 from realrl.program.lower import WRITER
 from realrl.recipe.algorithm import SCORE
@@ -60,6 +70,9 @@ class Evaluation:
                 *([reader.key] if reader is not None else []),
             )
         )
+        self._collected = dict.fromkeys((*SAMPLED, *self._keys))
+        if experiment.environment_config is not None:
+            self._collected |= dict.fromkeys(OUTPUTS)
         self._metrics = AnswerMetrics(self._settings, reader)
         self._opponents: list[Answer] | None = None
 
@@ -119,7 +132,7 @@ class Evaluation:
         """Collect the answers of a step in the order of its items, on the rank that writes."""
         if store.graph.producer("sequences") is None:
             return []
-        keys = (*SAMPLED, *self._keys)
+        keys = self._collected
         mine = {key: self._held(store, key) for key in keys}
         everyone = self._process.gather(mine)
         if self._process.rank != WRITER:
@@ -139,17 +152,53 @@ class Evaluation:
 
     def _answer(self, row: dict[str, list[Any]]) -> Answer:
         length = int(row["prompt_length"][0])
-        texts = [row["sequences"][:length], row["sequences"][length:]]
-        prompt, completion = (self._tokenizer.decode(t, skip_special_tokens=True) for t in texts)
+        tokens = scored = row["sequences"][length:]
+        trajectory: dict[str, Any] = {}
+        if ACTION_MASK in row:
+            scored = find_last_turn(tokens, row[ACTION_MASK][length:])
+            trajectory = {
+                ENVIRONMENT_REWARD: row[ENVIRONMENT_REWARD][0],
+                TURNS: int(row[TURNS][0]),
+                FAILED_CALLS: int(row[FAILED_CALLS][0]),
+                ENVIRONMENT_FAILED: bool(row[ENVIRONMENT_FAILED][0]),
+                TRAJECTORY: list(self._list_parts(tokens, row, length)),
+            }
+        prompt, completion = (
+            self._tokenizer.decode(part, skip_special_tokens=True)
+            for part in (row["sequences"][:length], scored)
+        )
         if self._stop is not None:
-            completion = self._stop.cut(texts[1])
+            completion = self._stop.cut(scored)
         return Answer(
             prompt=prompt,
             completion=completion,
-            tokens=row["sequences"][length:],
+            tokens=tokens,
             finished=bool(row["finished"][0]),
             values={key: row[key][0] for key in self._keys},
+            trajectory=trajectory,
         )
+
+    def _list_parts(
+        self, tokens: list[int], row: dict[str, list[Any]], start: int
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the parts of a trajectory: turns of the model, and what stands before each of them.
+
+        A part has its text with special tokens, its number of tokens, whether the model has sampled it, and the
+        reward of the turn unless it is 0. `start`: length of the prompt.
+        """
+        mask, rewards = row[ACTION_MASK][start:], row[TURN_REWARDS][start:]
+        begin = 0
+        for end in range(1, len(tokens) + 1):
+            reward = rewards[end - 1]
+            # A reward ends a turn, even if the environment has written nothing after it.
+            if end == len(tokens) or mask[end] != mask[end - 1] or reward:
+                part = {
+                    "text": self._tokenizer.decode(tokens[begin:end], skip_special_tokens=False),
+                    "tokens": end - begin,
+                    "sampled": bool(mask[begin]),
+                }
+                yield part | ({"reward": reward} if reward else {})
+                begin = end
 
 
 def _count_left_out(records: Dataset) -> dict[str, float]:

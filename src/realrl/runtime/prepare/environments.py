@@ -1,16 +1,19 @@
 """The environment of a recipe on one rank: the pool of its objects, and the texts of its turns."""
 
 import itertools
+import queue
 import sys
+import zlib
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from realrl.config.errors import UserError
 from realrl.data.turn_template import TurnTemplate
 from realrl.dataflow.call import Kind
 from realrl.environments.objects import PROMPT
-from realrl.environments.pool import EnvironmentPool
+from realrl.environments.pool import Answer, EnvironmentPool
 from realrl.environments.tool_calls import find_format
 from realrl.planner.workload.environment import EnvironmentTimes
 from realrl.planner.workload.workload import quantiles
@@ -61,6 +64,8 @@ class Environments:
         form: str = self.config.tool_format
         if form == "auto":
             form = find_format(tokenizer.chat_template or "") or "auto"
+        self.tool_format = form
+        """How the model writes calls of tools; `auto` if it has none."""
         self.pool = EnvironmentPool(self.config, form)
         try:
             self._description = self.pool.describe()
@@ -110,9 +115,42 @@ class Environments:
             )
 
     @property
+    def tools(self) -> Sequence[Mapping[str, Any]] | None:
+        """Schemas of the tools that the prompt shows; None if the objects have `step`."""
+        tools: Sequence[Mapping[str, Any]] | None = self._description["tools"]
+        return tools
+
+    @property
     def takes_seed(self) -> bool:
         """Whether `reset` names the argument `seed`."""
         return SEED in self._description["named"]
+
+    def make_record(self, fields: Mapping[str, Any], place: Sequence[int]) -> dict[str, Any]:
+        """Select the fields of a record for `reset`, with a seed if `reset` names it.
+
+        `place`: the run's seed, the step and the prompt, from which the seed is made.
+        """
+        record = {name: value for name, value in fields.items() if self.wants(name)}
+        if self.takes_seed:
+            record.setdefault(SEED, zlib.crc32(" ".join(map(str, place)).encode()))
+        return record
+
+    def ask(self, requests: Sequence[Callable[[Callable[[Answer], None]], None]]) -> list[Answer]:
+        """Send requests to objects, each a function of what takes its answer, and wait for all answers."""
+        found: queue.SimpleQueue[tuple[int, Answer]] = queue.SimpleQueue()
+        for number, request in enumerate(requests):
+            request(partial(_put, found, number))
+        answers = dict(found.get() for _ in requests)
+        return [answers[number] for number in range(len(requests))]
+
+    def reset(self, records: Sequence[Mapping[str, Any]]) -> list[tuple[int, Answer]]:
+        """Make an object for each record, see `make_record`. Returns its number and its answer to `reset`."""
+        numbers = [self.new_number() for _ in records]
+        resets = [
+            partial(self.pool.reset, number, record, alone=False)
+            for number, record in zip(numbers, records, strict=True)
+        ]
+        return [*zip(numbers, self.ask(resets), strict=True)]
 
     def new_number(self) -> int:
         """Return a number for a new object."""
@@ -125,6 +163,10 @@ class Environments:
             print(
                 f"note: {message} (on_error=skip; later ones are only counted)", file=sys.stderr, flush=True
             )
+
+
+def _put(answers: "queue.SimpleQueue[tuple[int, Answer]]", number: int, answer: Answer) -> None:
+    answers.put((number, answer))
 
 
 def open_environments(

@@ -1,7 +1,6 @@
 """Worker: the interpreter of programs, with one handler per instruction."""
 
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -47,7 +46,7 @@ from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.stop_strings import StopStrings
 from realrl.runtime.measure.step_timer import StepTimer
 from realrl.runtime.measure.work_done import WorkDone, count_generation, read_passes
-from realrl.runtime.prepare.environments import SEED, Environments
+from realrl.runtime.prepare.environments import Environments
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.exchange import Exchange
 from realrl.runtime.worker.functions import Functions
@@ -366,15 +365,11 @@ class Worker:
         step, samples = now.input, now.store.samples
         records = []
         for item in batch.ids:
-            record = {
-                name: values[item] for name, values in step.further.items() if self._environments.wants(name)
-            }
-            if self._environments.takes_seed:
-                # All samples of a prompt get the same seed.
-                seed = step.sampling_seed
-                prompt = (seed.first_sequence + item) // samples
-                record.setdefault(SEED, zlib.crc32(f"{seed.seed} {seed.step} {prompt}".encode()))
-            records.append(record)
+            # All samples of a prompt get the same seed.
+            seed = step.sampling_seed
+            prompt = (seed.first_sequence + item) // samples
+            fields = {name: values[item] for name, values in step.further.items()}
+            records.append(self._environments.make_record(fields, (seed.seed, seed.step, prompt)))
         return begin_trajectories(
             self._environments,
             run.placement,

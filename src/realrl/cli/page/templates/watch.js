@@ -243,13 +243,26 @@ async function showSamples({ sampled: steps }) {
   else await chooseSamples();
 }
 
+// Turns of the model and of its environment differ in colour, weight and border.
+function showParts({ parts, left_out: missing, failed }) {
+  const shown = parts.map((p) => {
+    const reward = p.reward === null ? [] : [make("span", { className: "reward", textContent: ` reward ${number(p.reward)}` })];
+    return make("span", { className: p.sampled ? "turn action" : "turn observation" }, make("bdi", { textContent: p.text.trim() }), ...reward);
+  });
+  if (missing) shown.push(make("span", { className: "turn", textContent: `… ${missing} more` }));
+  if (failed) shown.push(make("span", { className: "turn failed", textContent: failed }));
+  return shown;
+}
+
 async function chooseSamples() {
   const rows = await ask("/api/samples", { step: byId("sampled").value });
+  byId("samples-legend").hidden = !rows.some((r) => r.parts);
   byId("samples").replaceChildren(...rows.map((r) => {
     const numbers = Object.entries(r.numbers).map(([name, value]) => make("span", {}, `${name} `, make("b", { textContent: number(value) })));
     // <bdi>: a text may change the writing direction, which must not affect the next text.
-    const text = make("p", { className: "text", tabIndex: r.prompt.length + r.completion.length > 600 ? 0 : -1 },
-      make("bdi", { className: "prompt", textContent: r.prompt }), make("bdi", { textContent: r.completion }));
+    const parts = r.parts ? showParts(r) : [make("bdi", { textContent: r.completion })];
+    const text = make("p", { className: "text" }, make("bdi", { className: "prompt", textContent: r.prompt }), ...parts);
+    text.tabIndex = text.textContent.length > 600 || parts.length > 6 ? 0 : -1;
     return make("article", { className: "sample" }, text, make("div", { className: "numbers" }, ...numbers));
   }));
 }
