@@ -84,7 +84,7 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "realrl needs Python 3.11 or newer; name one with make PYTHON=python3.12" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIP_ARGS) -e '.[dev,demo,verifiers]'
+	$(BIN)/python -m pip install $(PIP_ARGS) -e '.[dev,demo,serve,verifiers]'
 	@touch $@
 
 clean:

@@ -5,6 +5,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from tests.forked import ForkedRank
 
 collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["gpu_branches"]
 """These tests give CPU tensors to kernels, which only Triton's interpreter takes; it is off if there is a GPU."""
+if not all(map(find_spec, ("openai", "starlette", "uvicorn"))):
+    collect_ignore.append("serving")  # the extras dev and serve are not installed
 
 PPO_CALLS = (
     "actor.generate",

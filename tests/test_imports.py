@@ -18,6 +18,7 @@ PACKAGES = (
     "cli",
     "testing",
     "runtime",
+    "serving",
     "checkpoint",
     "huggingface",
     "engine",

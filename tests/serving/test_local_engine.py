@@ -40,7 +40,7 @@ class Client:
 
 def ask(engine: LocalEngine, prompt: Sequence[int], max_tokens: int = 20, **options: object) -> Client:
     client = Client()
-    asked = SamplingOptions(max_tokens, **options)  # type: ignore[arg-type]
+    asked = SamplingOptions(max_tokens=max_tokens, **options)  # type: ignore[arg-type]
     engine.submit(prompt, asked, client.pieces.put)
     return client
 
@@ -139,6 +139,8 @@ def test_minimum_and_ends(engine: LocalEngine) -> None:
     first = ask(engine, prompt, temperature=0.0).wait()[0]
     tokens, _, last = ask(engine, prompt, temperature=0.0, stop_token_ids=(first[3],)).wait()
     assert tokens == first[: first.index(first[3]) + 1] and last.finish == "stop"
+    later = ask(engine, prompt, temperature=0.0, stop_token_ids=(first[3],), min_tokens=9).wait()[0]
+    assert later[:9] == first[:9], "a token ends nothing before the minimum"
     short = [ask(engine, prompt, 40, seed=seed, temperature=3.0) for seed in range(40)]
     ended = [seed for seed, client in enumerate(short) if client.wait()[0][-1] == END]
     assert ended, "some samples end by themselves"
@@ -179,7 +181,9 @@ def test_cancelled_requests_free_their_row(engine: LocalEngine) -> None:
     clients = []
     for _ in range(12):
         client = Client()
-        number = engine.submit([7, 8], SamplingOptions(CONTEXT, ignore_eos=True), client.pieces.put)
+        number = engine.submit(
+            [7, 8], SamplingOptions(max_tokens=CONTEXT, ignore_eos=True), client.pieces.put
+        )
         clients.append((number, client))
     for number, _ in clients[::2]:
         engine.cancel(number)

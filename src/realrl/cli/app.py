@@ -23,6 +23,7 @@ from realrl.cli.plan import plan
 from realrl.cli.profile import profile
 from realrl.cli.replay import replay
 from realrl.cli.report import report
+from realrl.cli.serve import serve
 from realrl.cli.session import COMMAND, session_rank
 from realrl.cli.show import show
 from realrl.cli.tokenizer import tokenizer
@@ -50,6 +51,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "config": config,
     "eval": eval,
     "generate": generate,
+    "serve": serve,
     "export": export,
     "tokenizer": tokenizer,
     "models": print_models,

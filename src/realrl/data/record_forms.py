@@ -95,7 +95,7 @@ class Reader:
         """Read a prompt and its answer, or a conversation."""
         form = FORMS["answer"]
         if form.is_other(record):
-            messages = _messages(record, "messages")
+            messages = read_messages(record, "messages")
             return self._conversations(messages)
         _require(record, form.fields, form.accepted)
         # An empty prompt means that the answer is the whole text, not a reply to an empty user turn.
@@ -182,7 +182,7 @@ class Reader:
         _require(record, (field,), form.accepted)
         if field == "prompt" and not isinstance(record[field], list):
             return _string(record, field)
-        messages = _messages(record, field)
+        messages = read_messages(record, field)
         users = [i for i, message in enumerate(messages) if message["role"] == "user"]
         if not users:
             raise BadRecordError(f"{field} has no user turn to answer")
@@ -312,7 +312,11 @@ _ROLES = ("assistant", "developer", "function", "system", "tool", "user")
 """Usual roles of chat templates. A template may have other roles, so only misspellings are refused."""
 
 
-def _messages(record: Fields, field: str) -> list[Message]:
+def read_messages(record: Fields, field: str) -> list[Message]:
+    """Read messages: content in parts becomes text, and JSON text of arguments in tool calls becomes `Arguments`.
+
+    Raises BadRecordError if a message is not valid, or has other parts than text.
+    """
     value = record[field]
     if not isinstance(value, list) or not value or not all(isinstance(turn, dict) for turn in value):
         raise BadRecordError(f"field {field!r} must be a list of {{role, content}} messages")
@@ -362,7 +366,9 @@ def drops_nulls(record: Fields, apply_chat_template: bool) -> bool:
 
 def _turns_of(record: Fields, field: str) -> list[Message]:
     """List the turns of an answer, text or messages."""
-    return _messages(record, field) if isinstance(record[field], list) else [_reply(_string(record, field))]
+    return (
+        read_messages(record, field) if isinstance(record[field], list) else [_reply(_string(record, field))]
+    )
 
 
 def _whole_conversation(record: Fields, field: str) -> list[Message]:
@@ -376,7 +382,7 @@ def _whole_conversation(record: Fields, field: str) -> list[Message]:
 
 def _continues(record: Fields, field: str) -> bool:
     """Check whether an answer consists only of the turns after `prompt`, and is not a whole conversation."""
-    return not isinstance(record[field], list) or _messages(record, field)[0]["role"] == "assistant"
+    return not isinstance(record[field], list) or read_messages(record, field)[0]["role"] == "assistant"
 
 
 def _find_prompt(record: Fields, chosen: list[Message], rejected: list[Message]) -> int:
@@ -394,7 +400,7 @@ def _find_prompt(record: Fields, chosen: list[Message], rejected: list[Message])
 
 def _prompt_turns(record: Fields) -> list[Message]:
     if isinstance(record["prompt"], list):
-        return _messages(record, "prompt")
+        return read_messages(record, "prompt")
     return [_user(_string(record, "prompt"))]
 
 

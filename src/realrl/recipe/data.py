@@ -66,14 +66,7 @@ class DataConfig(Settings):
     @field_validator("chat_template")
     @classmethod
     def _read_template(cls, value: str | None) -> str | None:
-        if value is None or "{{" in value or "{%" in value:
-            return value
-        try:
-            return local_path(value).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            reason = reason_of(error) if isinstance(error, OSError) else "it is not UTF-8 text"
-            named = value if len(value) < _LONGEST_PATH else shorten(value)
-            raise ValueError(f"{named} cannot be read as a chat template: {reason}") from None
+        return None if value is None else read_chat_template(value)
 
     @field_validator("eval")
     @classmethod
@@ -93,3 +86,15 @@ class DataConfig(Settings):
             # No other code has seen the object yet, so it still counts as immutable.
             object.__setattr__(self, "max_prompt_tokens", self.max_tokens)
         return self
+
+
+def read_chat_template(value: str) -> str:
+    """Return a chat template, which is either given itself or as the path of its file. Raises ValueError."""
+    if "{{" in value or "{%" in value:
+        return value
+    try:
+        return local_path(value).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = reason_of(error) if isinstance(error, OSError) else "it is not UTF-8 text"
+        named = value if len(value) < _LONGEST_PATH else shorten(value)
+        raise ValueError(f"{named} cannot be read as a chat template: {reason}") from None

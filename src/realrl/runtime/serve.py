@@ -9,7 +9,6 @@ from realrl.engine.dtypes import find_products, find_torch_dtype
 from realrl.engine.model import make_unsharded_model
 from realrl.families.shape import ModelShape
 from realrl.huggingface import model_files
-from realrl.huggingface.tokenizers import load_tokenizer
 from realrl.layout.kv_blocks import BLOCK_TOKENS
 from realrl.runtime.prepare.inputs import check_length, read_stop_token_ids
 from realrl.runtime.processes.host_memory import steady_memory
@@ -25,6 +24,7 @@ _CPU_CACHE_BYTES = 2 * _GIB
 
 def open_engine(
     path: str,
+    tokenizer: Any,
     *,
     name: str,
     family: str | None,
@@ -33,19 +33,18 @@ def open_engine(
     context_tokens: int | None,
     rows: int,
     cache_gib: float | None,
-) -> tuple[LocalEngine, Any]:
-    """Load a model and its tokenizer, and start the engine.
+) -> LocalEngine:
+    """Load a model, and start the engine.
 
-    `path` is a Hugging Face directory or hub name, `name` the model's name in answers, `family` as for
-    `huggingface.directory.read_shape`. `context_tokens` limits prompt and answer together; by default, it is the
-    model's maximum. `rows` is the number of requests that run at a time. `cache_gib` is the size of the KV cache in
-    GiB; by default, it is 2 GiB on a CPU and most of the free memory of a GPU. Raises UserError if the model or an
-    option cannot be used.
+    `path` is a Hugging Face directory or hub name, `tokenizer` its tokenizer, `name` the model's name in answers,
+    `family` as for `huggingface.directory.read_shape`. `context_tokens` limits prompt and answer together; by
+    default, it is the model's maximum. `rows` is the number of samples that are computed at the same time.
+    `cache_gib` is the size of the KV cache in GiB; by default, it is 2 GiB on a CPU, and most of the free memory of
+    a GPU. Raises UserError if the model or an option cannot be used.
     """
     steady_memory()
     place = open_device(0) if use_cuda(device) else torch.device("cpu")
     shape = model_files.read_shape(path, family)
-    tokenizer = load_tokenizer(path)
     stop_token_ids = read_stop_token_ids(tokenizer, path, shape.vocab_size)
     context = _choose_context(shape, context_tokens)
     # On a CPU, bfloat16 is not faster, and float32 reproduces what training computed.
@@ -66,7 +65,7 @@ def open_engine(
             f"a KV cache of {size / _GIB:.3g} GiB does not hold one request of {context} tokens, which needs"
             f" {needed / _GIB:.3g} GiB; give --cache-gib or a smaller --context"
         )
-    engine = LocalEngine(
+    return LocalEngine(
         model,
         name=name,
         stop_token_ids=stop_token_ids,
@@ -74,7 +73,6 @@ def open_engine(
         rows=rows,
         kv_tokens=size // token_bytes,
     )
-    return engine, tokenizer
 
 
 def _choose_context(shape: ModelShape, context: int | None) -> int:

@@ -47,7 +47,13 @@ class _Request:
         """Send what is new."""
         if self.cancelled or not (self.tokens or self.finish or self.error):
             return
-        piece = Piece(tuple(self.tokens), tuple(self.logprobs), self.cached, self.finish, self.error)
+        piece = Piece(
+            tokens=tuple(self.tokens),
+            logprobs=tuple(self.logprobs),
+            cached_tokens=self.cached,
+            finish=self.finish,
+            error=self.error,
+        )
         self.tokens.clear()
         self.logprobs.clear()
         self.receive(piece)
@@ -127,7 +133,7 @@ class Requests:
             return True
         request.tokens.append(token)
         request.logprobs.append(logprob)
-        if token in request.ends:
+        if token in request.ends and count >= request.options.min_tokens:
             request.finish = "stop"
         elif count == request.options.max_tokens:
             request.finish = "length"
