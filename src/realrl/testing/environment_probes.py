@@ -167,7 +167,7 @@ class _Prober:
         if isinstance(answer, Failure):
             play.failure, play.over = answer, True
             return
-        play.replies.append({name: value for name, value in answer.items() if name != "id"})
+        play.replies.append({name: value for name, value in answer.items() if name not in ("id", "seconds")})
         play.over = answer["done"]
         if play.over:
             return
