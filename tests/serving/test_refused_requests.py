@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from realrl.serving.endpoint import EndpointLimits, make_app
-from realrl.serving.requests import IGNORED
+from realrl.serving.requests import IGNORED, ChatBody, CompletionBody
 from tests.serving.conftest import ADD, TOKEN
 
 ASKED = [{"role": "user", "content": "ate"}]
@@ -57,6 +59,7 @@ def refused(answer: Any, status: int = 400) -> dict[str, Any]:
         ({"parallel_tool_calls": False}, "parallel_tool_calls", "may only be true, not false"),
         ({"tools": [ADD], "tool_choice": "required"}, "tool_choice", "must be auto or none"),
         ({"tools": [{"type": "retrieval"}]}, "tools", "a tool must be"),
+        ({"tools": [None]}, "tools", "must be a list of schemas"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream=true"),
         ({"chat_template_kwargs": {"thinks": False}}, "chat_template_kwargs", "does not use 'thinks'"),
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs", "not an argument"),
@@ -235,3 +238,27 @@ def test_a_bug_is_an_error_without_its_details(engine: Any, tokenizer: Any, writ
     with TestClient(app, raise_server_exceptions=False) as client:
         error = refused(client.post(CHAT, json={"messages": ASKED}), 500)
     assert error["message"] == "internal error; the server's log has the details"
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 9) | st.floats() | st.text(max_size=3)
+    | st.sampled_from([2**70, "user", "assistant", "tool", "text", "function", "\udfff"]),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(
+        st.sampled_from(["role", "content", "type", "text", "tool_calls", "function", "name", "arguments", "x"]),
+        inner, max_size=4,
+    ),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_body_is_answered_or_refused(web: TestClient, kind: Any, data: Any) -> None:
+    names = st.sampled_from(sorted({*kind.model_fields, "echo", "logit_bias"} - {"model", "n"}))
+    fields = data.draw(st.dictionaries(names, VALUES, max_size=4))
+    base = {"messages": ASKED} if kind is ChatBody else {"prompt": "a"}
+    answer = web.post(CHAT if kind is ChatBody else TEXT, content=json.dumps({**base, **fields}))
+    if answer.status_code != 200:
+        assert refused(answer)["message"]

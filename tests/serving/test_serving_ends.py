@@ -4,12 +4,16 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
+import httpx2
 import pytest
 
 from realrl.config.errors import UserError
-from realrl.serving.listening import format_url, is_local, open_socket
+from realrl.serving.endpoint import make_app
+from realrl.serving.listening import ApiServer, format_url, is_local, open_socket
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -46,8 +50,6 @@ print("ended", flush=True)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_running_requests_finish(number: signal.Signals) -> None:
-    import httpx2
-
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT],
         cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -77,3 +79,20 @@ def test_a_port_in_use_and_a_wrong_host_are_mistakes_of_the_user() -> None:
             open_socket("127.0.0.1", port)
     with pytest.raises(UserError, match="--host"):
         open_socket("no host", 0)
+
+
+def test_requests_that_do_not_finish_in_time_are_cancelled(engine: Any, tokenizer: Any, writer: Any) -> None:
+    engine.endless = True
+    listening = open_socket()
+    url, server = (
+        format_url(listening),
+        ApiServer(make_app(engine, tokenizer, writer, token=None), grace_seconds=0),
+    )
+    thread = threading.Thread(target=server.serve_forever, args=(listening,), daemon=True)
+    thread.start()
+    asked = {"prompt": "a", "stream": True}
+    with httpx2.stream("POST", f"{url}/completions", json=asked, timeout=60) as answer:
+        next(answer.iter_raw())
+        server.stop()
+        thread.join(60)
+    assert not thread.is_alive() and engine.cancelled == {1} and engine.closed

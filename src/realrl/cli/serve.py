@@ -118,18 +118,21 @@ def serve(
         rows=rows,
         cache_gib=cache_gib,
     )
-    writer = PromptWriter(
-        tokenizer,
-        stop_token_ids=engine.stop_token_ids,
-        memory=ConversationMemory(4 * rows * engine.context_tokens),
-        earlier_turns=earlier_turns,
-        tool_format=None if tool_format == "auto" else tool_format,
-    )
-    app = make_app(engine, tokenizer, writer, token=token)
-    typer.echo(f"{engine.name} at {format_url(listening)}, up to {engine.context_tokens:,} tokens")
-    if token is None and not is_local(listening):
-        typer.echo("warning: other machines can use this server without a token", err=True)
-    if token is not None:
-        known = TOKEN_VARIABLE in os.environ
-        typer.echo(f"API key: the value of {TOKEN_VARIABLE}" if known else f"API key: {token}")
-    ApiServer(app).serve_forever(listening)
+    try:
+        writer = PromptWriter(
+            tokenizer,
+            stop_token_ids=engine.stop_token_ids,
+            memory=ConversationMemory(4 * rows * engine.context_tokens),
+            earlier_turns=earlier_turns,
+            tool_format=None if tool_format == "auto" else tool_format,
+        )
+        app = make_app(engine, tokenizer, writer, token=token)
+        typer.echo(f"{engine.name} at {format_url(listening)}, up to {engine.context_tokens:,} tokens")
+        if token is None and not is_local(listening):
+            typer.echo("warning: other machines can use this server without a token", err=True)
+        if token is not None:
+            known = TOKEN_VARIABLE in os.environ
+            typer.echo(f"API key: the value of {TOKEN_VARIABLE}" if known else f"API key: {token}")
+        ApiServer(app).serve_forever(listening)
+    finally:
+        engine.close()  # a second signal ends the server without closing it

@@ -30,11 +30,11 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
         _decode(schema, "tools") if isinstance(schema, str) and schema.lstrip().startswith("{") else schema
         for schema in (value if isinstance(value, list) else [value])
     ]
-    wrong = next((schema for schema in schemas if not isinstance(schema, dict)), None)
-    if wrong is not None:
+    wrong = [schema for schema in schemas if not isinstance(schema, dict)]
+    if wrong:
         raise BadRecordError(
-            f"field 'tools' must be a list of schemas, objects or JSON text, and has {str(wrong)[:40]!r}; if it is"
-            " for functions, give it another name, as in data.columns={tools: tool_names}"
+            f"field 'tools' must be a list of schemas, objects or JSON text, and has {str(wrong[0])[:40]!r}; if it"
+            " is for functions, give it another name, as in data.columns={tools: tool_names}"
         )
     return [drop_nulls(schema) for schema in schemas]
 

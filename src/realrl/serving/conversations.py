@@ -44,7 +44,7 @@ class ConversationMemory:
             return self._kept.get(key)
 
     def keep(self, key: bytes, tokens: Sequence[int], text: str) -> None:
-        """Keep the tokens of a conversation. `text`: what the chat template wrote for its prompt.
+        """Keep the tokens of a conversation. `text`: the prompt as the chat template wrote it.
 
         Conversations that were not used for the longest time are dropped to make room.
         """

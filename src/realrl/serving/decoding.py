@@ -82,7 +82,7 @@ class TextDecoder:
 class StopFinder:
     """Finds stop strings in a text that arrives in parts, and holds back what may be the beginning of one.
 
-    The rules are those of `recipe.stop_strings`: the text ends before the stop string, and a stop string that is
+    The rules are the same as in `recipe.stop_strings`. The text ends before the stop string. A stop string that is
     complete within the first `min_tokens` tokens does not count.
     """
 

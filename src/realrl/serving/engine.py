@@ -34,7 +34,7 @@ class Piece:
     tokens: Sequence[int] = ()
     """New tokens. If `finish` is `stop`, the last one is the token that ended the answer."""
     logprobs: Sequence[float] = ()
-    """Log-probability of each new token."""
+    """Log-probability of each new token, finite."""
     cached_tokens: int = 0
     """Prompt tokens whose keys and values came from a cache; known with the first piece."""
     finish: Literal["stop", "length"] | None = None
@@ -73,4 +73,4 @@ class Engine(Protocol):
         """End a request and free its memory at once. A request that has already ended is left alone."""
 
     def close(self) -> None:
-        """End all requests, and stop the engine's threads."""
+        """End all requests, and stop the engine's threads. A second call does nothing."""

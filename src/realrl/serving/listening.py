@@ -10,10 +10,11 @@ import uvicorn
 from realrl.config.errors import UserError
 from realrl.config.files import reason_of
 
+LOOPBACK = "127.0.0.1"
 _BACKLOG = 2048
 
 
-def open_socket(host: str, port: int) -> socket.socket:
+def open_socket(host: str = LOOPBACK, port: int = 0) -> socket.socket:
     """Listen on a port; 0 for any free port. Raises UserError if this is not possible."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -39,7 +40,8 @@ class ApiServer(uvicorn.Server):
     """Serves an application on a socket.
 
     In the main thread, SIGINT and SIGTERM end it: it accepts no more requests, finishes the running ones for up to
-    `grace_seconds`, and closes the application. A second signal ends it at once.
+    `grace_seconds`, and closes the application. A second signal ends it at once; the
+    caller then closes the engine.
     """
 
     should_exit: bool

@@ -45,10 +45,9 @@ class Prompt:
 class PromptWriter:
     """Writes prompts as tokens, with the tokenizer's chat template.
 
-    A conversation that continues a remembered one has exactly the tokens of that one, and after them the new
-    messages. This holds only if the template does not change earlier turns when others follow. With
-    `earlier_turns="keep"`, the earlier tokens are used in any case, as training does with
-    `environment.earlier_turns=keep`.
+    A conversation that continues a remembered one begins with exactly its tokens, and the new messages follow. This
+    requires that the template does not change earlier turns when others follow. With `earlier_turns="keep"`, the
+    earlier tokens are used in any case, as training does with `environment.earlier_turns=keep`.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class PromptWriter:
     def write_text(self, text: str) -> Prompt:
         """Write a prompt of plain text, as training does: the tokenizer's beginning of sequence stands before it.
 
-        Raises RefusedError if the text has half a surrogate pair, which is no character.
+        Raises RefusedError if the text has half a surrogate pair.
         """
         _check_characters(text, "prompt")
         return Prompt(tokenize([Text(text, None)], self._tokenizer, ())[0].ids)

@@ -16,6 +16,7 @@ class RefusedError(Exception):
     def to_json(self) -> dict[str, Any]:
         """Return the body of the response."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 

@@ -1,4 +1,4 @@
-"""One sample of a request: from the engine's pieces to what the client gets. Does not import torch."""
+"""One sample of a request, from the engine's pieces to news for the client. Does not import torch."""
 
 import json
 import uuid

@@ -61,7 +61,7 @@ class TurnReader:
     def _find_call(self) -> int:
         """Find the position at which a call begins or may begin; the end of the text if there is none."""
         text, mark = self._text, _MARKS[self._form or ""]
-        # As in read_calls: what stands in a block of reasoning is no call.
+        # As in read_calls: text in a block of reasoning is not a call.
         begin = text.rfind(_THOUGHT) + len(_THOUGHT) if _THOUGHT in text else 0
         thinks = text.find("<think>", begin)
         end = len(text) if thinks < 0 else thinks
