@@ -33,7 +33,7 @@ demo-grpo: $(STAMP)  ## GRPO with a verifier: a small model finds out how to add
 
 demo-agent: $(STAMP)  ## GRPO in an environment: a small model finds out how to guess a letter in four turns
 	$(BIN)/python demo/guessing.py
-	$(BIN)/realrl tokenizer data/demo_agent/games.jsonl --out data/demo_agent/tokenizer --vocab-size 259 --overwrite
+	$(BIN)/realrl tokenizer data/demo_agent/games.jsonl --out data/demo_agent/tokenizer --vocab-size 280 --overwrite
 	$(BIN)/realrl train recipes/demo_agent/sft.yaml
 	$(BIN)/realrl train recipes/demo_agent/grpo.yaml
 	$(BIN)/realrl report runs/demo_agent/sft runs/demo_agent/grpo --out runs/demo_agent
