@@ -9,7 +9,7 @@ import queue
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,7 +18,7 @@ import torch
 
 from realrl.engine.generation.sampling_noise import SamplingNoise, SamplingSeed
 from realrl.engine.generation.scheduler import DecodeRow, TokenChoice
-from realrl.engine.generation.turns import TurnReply
+from realrl.engine.generation.turns import TurnReply, take_all
 from realrl.serving.engine import EngineClosedError, Piece, SamplingOptions
 
 _WAIT_SECONDS = 0.5
@@ -155,7 +155,7 @@ class Requests:
         """Send the tokens of the last steps, and give waiting requests to idle rows."""
         for request in self._running.values():
             request.send()
-        arrived = self._take(_WAIT_SECONDS if idle and not self._queue else 0.0)
+        arrived = take_all(self._arrived, _WAIT_SECONDS if idle and not self._queue else 0.0)
         self._queue.extend(request for request in arrived if request is not None)
         if self._closed is not None:
             done = [TurnReply(row, done=True) for row in self._idle]
@@ -167,15 +167,6 @@ class Requests:
             if not request.cancelled:
                 replies.append(self._begin(request))
         return replies
-
-    def _take(self, seconds: float) -> Iterator[_Request | None]:
-        """Yield the requests that have arrived. Wait for the first one for at most `seconds`."""
-        try:
-            yield self._arrived.get(timeout=seconds) if seconds else self._arrived.get_nowait()
-            while True:
-                yield self._arrived.get_nowait()
-        except queue.Empty:
-            return
 
     def _begin(self, request: _Request) -> TurnReply:
         """Give a request to an idle row."""

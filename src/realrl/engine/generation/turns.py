@@ -1,10 +1,13 @@
 """Turns of generation with an environment: a row ends a turn, waits for the environment, and goes on."""
 
+import queue
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
+
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,16 @@ class Turns(Protocol):
     def collect(self, *, idle: bool) -> Sequence[TurnReply]:
         """Return the replies that have arrived. If `idle`, there is nothing else to do, so wait a moment for
         one."""
+
+
+def take_all(arrived: "queue.SimpleQueue[_Item]", seconds: float) -> Iterator[_Item]:
+    """Yield what has arrived. Wait for the first item for at most `seconds`."""
+    try:
+        yield arrived.get(timeout=seconds) if seconds else arrived.get_nowait()
+        while True:
+            yield arrived.get_nowait()
+    except queue.Empty:
+        return
 
 
 def encode_replies(replies: Sequence[TurnReply]) -> np.ndarray:

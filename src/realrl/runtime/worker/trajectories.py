@@ -3,7 +3,7 @@
 import json
 import math
 import queue
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from realrl.dataflow.environment import (
     TURN_REWARDS,
     TURNS,
 )
-from realrl.engine.generation.turns import TurnReply, decode_replies, encode_replies
+from realrl.engine.generation.turns import TurnReply, decode_replies, encode_replies, take_all
 from realrl.environments.pool import Answer, Failure
 from realrl.plan.placement import Placement
 from realrl.recipe.stop_strings import StopStrings
@@ -202,7 +202,7 @@ class _Leader:
         """Return the replies that have arrived, and send them to the other ranks of the replica."""
         replies: list[TurnReply] = []
         try:
-            for row, number, answer in self._take(_WAIT_SECONDS if idle else 0.0):
+            for row, number, answer in take_all(self._answers, _WAIT_SECONDS if idle else 0.0):
                 # An object that was given up may still answer.
                 if number == self._rows[row].number:
                     reply = self._reply(row, answer)
@@ -242,15 +242,6 @@ class _Leader:
     def _put(self, row: int) -> Callable[[Answer], None]:
         number = self._rows[row].number
         return lambda answer: self._answers.put((row, number, answer))
-
-    def _take(self, seconds: float) -> Iterator[tuple[int, int, Answer]]:
-        """Yield the answers that have arrived. Wait for the first one for at most `seconds`."""
-        try:
-            yield self._answers.get(timeout=seconds) if seconds else self._answers.get_nowait()
-            while True:
-                yield self._answers.get_nowait()
-        except queue.Empty:
-            return
 
     def _reset(self, row: int) -> None:
         """Start a trajectory with a new object."""
