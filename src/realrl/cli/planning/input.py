@@ -112,18 +112,19 @@ def _read_environment(value: Any, where: str) -> "EnvironmentTimes | None":
     )
     if not fine or not seconds:
         raise UserError(f"--lengths: {where}.seconds must be a list of numbers of at least 0")
-    turns, given = (_check_numbers(value[name], f"{where}.{name}") for name in ("turns", "given"))
+    turns = _check_numbers(value["turns"], f"{where}.turns", "turns")
+    given = _check_numbers(value["given"], f"{where}.given")
     if turns is None or given is None or 0 in turns:
         raise UserError(f"--lengths: {where}: turns and given must not be empty, and turns are at least 1")
     return EnvironmentTimes(tuple(map(float, seconds)), turns, given)
 
 
-def _check_numbers(value: object, where: str) -> Lengths:
-    """Check a list of lengths; None for an empty or a missing one."""
+def _check_numbers(value: object, where: str, of: str = "tokens") -> Lengths:
+    """Check a list of numbers of tokens, or `of` something else; None for an empty or a missing one."""
     if value is None or value == []:
         return None
     if not isinstance(value, list) or any(type(n) is not int or n < 0 for n in value):
-        raise UserError(f"--lengths: {where} must be a list of whole numbers")
+        raise UserError(f"--lengths: {where} must be a list of numbers of {of}")
     return tuple(value)
 
 
