@@ -14,6 +14,8 @@ from realrl.planner.workload.generation import GenerationWork, split_generations
 from realrl.planner.workload.workload import CallWork
 from realrl.program.arrays import Floats, Ints, Real, apply_each, truncate
 
+_EVEN = 12**-0.5
+"""Standard deviation of a uniform distribution, as a share of its width."""
 _ROUNDS = 6
 """Number of times that the seconds of a decode step and the number of decoded rows are computed from each other."""
 _SEGMENTS = 8
@@ -165,7 +167,15 @@ def _cost_turns(context: CallContext, sizes: GenerationWork) -> dict[str, Floats
         steps = sampled + waited / each
         active = sampled.mean() / steps.mean(axis=0)
         terms, number = _cost_decode_steps(context, sizes, steps, active)
-    added = sum(terms.values(), np.zeros(len(sizes.rows))) - sum(alone.values(), np.zeros(len(sizes.rows)))
+    before = sum(alone.values(), np.zeros(len(sizes.rows)))
+    hidden = sum(terms.values(), np.zeros(len(sizes.rows))) - before
+    # Rows begin together. If their turns and waits are alike, they stay together, and nothing hides their waiting.
+    cycle = before / sampled.mean() * turn + environment.seconds
+    spread = np.hypot(before / sampled.mean() * sampled.std() / environment.turns**0.5, environment.deviation)
+    passed = np.arange(1, np.ceil(environment.turns) + 1)[:, None]
+    apart = np.minimum(1.0, spread / cycle / _EVEN * passed**0.5).mean(axis=0)
+    apart = np.where(sizes.rows > np.minimum(sizes.cache.rows, environment.at_once), 1.0, apart)
+    added = apart * hidden + (1 - apart) * environment.waits.mean()
     # Nothing hides the first answers, which all rows wait for, and the last answer.
     split = {**alone, "environment": np.maximum(added, 2 * environment.seconds)}
     rows = np.clip(sizes.rows * active, 1.0, sizes.cache.rows)

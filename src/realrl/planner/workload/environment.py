@@ -46,6 +46,11 @@ class EnvironmentWork:
         """Mean seconds of an answer."""
         return float(np.mean(self.times.seconds))
 
+    @property
+    def deviation(self) -> float:
+        """Standard deviation of the seconds of an answer."""
+        return float(np.std(self.times.seconds))
+
     @cached_property
     def waits(self) -> Floats:
         """Seconds that trajectories wait in all, from the one with fewest turns to the one with most. [N]"""
