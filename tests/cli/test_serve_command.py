@@ -14,6 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from realrl.cli.app import run_app
+from realrl.huggingface.model_files import read_shape
+from realrl.runtime.serve import open_engine
 from tests.conftest import World
 
 TEMPLATE = (
@@ -102,6 +104,22 @@ def test_clients_without_the_token_are_refused(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["small"]
 
 
+def test_the_context_is_no_longer_than_what_the_cache_holds(world: World) -> None:
+    small = open_engine(
+        str(world.actor),
+        AutoTokenizer.from_pretrained(world.tokenizer),
+        name="small",
+        family=None,
+        device="cpu",
+        dtype="auto",
+        context_tokens=None,
+        rows=2,
+        cache_gib=0.0002,
+    )
+    small.close()
+    assert 2 <= small.context_tokens < read_shape(world.actor).max_positions
+
+
 def test_mistakes_end_with_one_message(
     capsys: pytest.CaptureFixture[str], world: World, tmp_path: Path
 ) -> None:
@@ -114,7 +132,10 @@ def test_mistakes_end_with_one_message(
     actor = str(world.actor)
     assert "missing" in say(str(tmp_path / "missing"))
     assert "--context 100000" in say(actor, "--port", "0", "--context", "100000")
-    assert "does not hold one request" in say(actor, "--port", "0", "--cache-gib", "0.00001")
+    assert "does not hold one request" in say(
+        actor, "--port", "0", "--cache-gib", "0.0001", "--context", "2048"
+    )
+    assert "does not hold one request" in say(actor, "--port", "0", "--cache-gib", "0")
     assert "--chat-template: missing.jinja" in say(actor, "--chat-template", "missing.jinja")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

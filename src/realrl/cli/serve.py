@@ -41,7 +41,7 @@ def serve(
         typer.Option(
             metavar="TOKENS",
             min=2,
-            help="Maximum tokens of a prompt with its answer; default: the model's maximum.",
+            help="Maximum tokens of prompt and answer; default: the model's maximum, or what the cache holds.",
         ),
     ] = None,
     rows: Annotated[

@@ -38,9 +38,9 @@ def open_engine(
 
     `path` is a Hugging Face directory or hub name, `tokenizer` its tokenizer, `name` the model's name in answers,
     `family` as for `huggingface.directory.read_shape`. `context_tokens` limits prompt and answer together; by
-    default, it is the model's maximum. `rows` is the number of samples that are computed at the same time.
-    `cache_gib` is the size of the KV cache in GiB; by default, it is 2 GiB on a CPU, and most of the free memory of
-    a GPU. Raises UserError if the model or an option cannot be used.
+    default, it is the model's maximum, or less if the KV cache does not hold as many. `rows` is the number of
+    samples that are computed at the same time. `cache_gib` is the size of the cache in GiB; by default, it is 2 GiB
+    on a CPU, and most of the free memory of a GPU. Raises UserError if the model or an option cannot be used.
     """
     steady_memory()
     place = open_device(0) if use_cuda(device) else torch.device("cpu")
@@ -60,7 +60,9 @@ def open_engine(
     token_bytes = 2 * shape.layers * heads * shape.head_dim * element
     size = int(cache_gib * _GIB) if cache_gib is not None else _choose_cache_bytes(place)
     needed = token_bytes * (context + BLOCK_TOKENS)
-    if size < needed:
+    if size < needed and context_tokens is None:
+        context = size // token_bytes - BLOCK_TOKENS  # what the cache holds is a better default than an error
+    if context < 2 or (size < needed and context_tokens is not None):
         raise UserError(
             f"a KV cache of {size / _GIB:.3g} GiB does not hold one request of {context} tokens, which needs"
             f" {needed / _GIB:.3g} GiB; give --cache-gib or a smaller --context"

@@ -162,20 +162,20 @@ def _cost_turns(context: CallContext, sizes: GenerationWork) -> dict[str, Floats
     for _ in range(_ROUNDS):
         each = sum(terms.values(), np.zeros(len(sizes.rows))) / number
         # If more objects are asked than may answer at the same time, answers take longer.
-        longest_queue = sizes.rows / environment.at_once - turn * each / max(environment.seconds, 1e-9)
-        waited = waits * np.maximum(1.0, longest_queue)
+        queueing = sizes.rows / environment.at_once - turn * each / max(environment.seconds, 1e-9)
+        waited = waits * np.maximum(1.0, queueing)
         steps = sampled + waited / each
         active = sampled.mean() / steps.mean(axis=0)
         terms, number = _cost_decode_steps(context, sizes, steps, active)
     before = sum(alone.values(), np.zeros(len(sizes.rows)))
-    hidden = sum(terms.values(), np.zeros(len(sizes.rows))) - before
+    added_apart = sum(terms.values(), np.zeros(len(sizes.rows))) - before
     # Rows begin together. If their turns and waits are alike, they stay together, and nothing hides their waiting.
     cycle = before / sampled.mean() * turn + environment.seconds
     spread = np.hypot(before / sampled.mean() * sampled.std() / environment.turns**0.5, environment.deviation)
     passed = np.arange(1, np.ceil(environment.turns) + 1)[:, None]
     apart = np.minimum(1.0, spread / cycle / _EVEN * passed**0.5).mean(axis=0)
     apart = np.where(sizes.rows > np.minimum(sizes.cache.rows, environment.at_once), 1.0, apart)
-    added = apart * hidden + (1 - apart) * environment.waits.mean()
+    added = apart * added_apart + (1 - apart) * environment.waits.mean()
     # Nothing hides the first answers, which all rows wait for, and the last answer.
     split = {**alone, "environment": np.maximum(added, 2 * environment.seconds)}
     rows = np.clip(sizes.rows * active, 1.0, sizes.cache.rows)
