@@ -38,7 +38,7 @@ def open_engine(
 
     `path` is a Hugging Face directory or hub name, `tokenizer` its tokenizer, `name` the model's name in answers,
     `family` as for `huggingface.directory.read_shape`. `context_tokens` limits prompt and answer together; by
-    default, it is the model's maximum, or less if the KV cache does not hold as many. `rows` is the number of
+    default, it is the model's maximum, or less if the KV cache has no room for it. `rows` is the number of
     samples that are computed at the same time. `cache_gib` is the size of the cache in GiB; by default, it is 2 GiB
     on a CPU, and most of the free memory of a GPU. Raises UserError if the model or an option cannot be used.
     """
