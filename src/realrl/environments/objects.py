@@ -14,6 +14,8 @@ from realrl.environments.tool_calls import ToolCall, read_calls
 SETTING = "environment"
 PROMPT = "prompt"
 """Argument of `reset` that gets the prompt of the record."""
+BASE_URL, API_KEY, MODEL = "base_url", "api_key", "model"
+"""Arguments of an agent's `run` with which it reaches the model."""
 _RESERVED = ("reset", "close", "get_reward")
 """Public methods that are not tools."""
 
@@ -33,7 +35,7 @@ class Factory:
             raise UserError(f"{self.label} is not a class or a function")
         self._options = dict(options)
         self._takes_extras = "extras" in _list_parameters(self._make) and "extras" not in options
-        if inspect.isclass(self._make) and hasattr(self._make, "reset"):
+        if inspect.isclass(self._make) and (hasattr(self._make, "reset") or hasattr(self._make, "run")):
             self._takes_extras = False
 
     def make(self, record: Mapping[str, Any]) -> Any:
@@ -59,31 +61,40 @@ class Factory:
     def describe(self) -> dict[str, Any]:
         """Make an object, and describe how to use it, as JSON values.
 
-        `tools`: schemas of the tools; None if the object has `step`. `named` and `required`: arguments of `reset`.
-        `takes_all`: whether `reset` takes all columns of the records. Raises UserError if the object cannot be
-        used.
+        `runs`: whether the object is an agent, which has `run` in place of `reset`. `tools`: schemas of the tools;
+        None if there are none. `named` and `required`: arguments of `reset` or `run`. `takes_all`: whether it
+        takes all columns of the records. Raises UserError if the object cannot be used.
         """
         if self._takes_extras:  # an object needs a record
-            return {"tools": None, "named": [PROMPT], "takes_all": True, "required": []}
+            return {"runs": False, "tools": None, "named": [PROMPT], "takes_all": True, "required": []}
         with self._code.errors("raised:", function=self._make if inspect.isfunction(self._make) else None):
             made = self.make({})
         kind, starts = type(made).__name__, _find_start(made)
         if starts is None:
-            raise UserError(f"{self.label}: {kind} has no method reset")
+            raise UserError(f"{self.label}: {kind} has neither reset nor run")
         tools = None
-        if not callable(getattr(made, "step", None)):
+        if starts != "run" and not callable(getattr(made, "step", None)):
             tools = [self._describe_tool(made, name) for name in _list_tools(made)]
             if not tools:
                 raise UserError(f"{self.label}: {kind} has neither step nor public methods to call as tools")
         if starts == "init":
-            return {"tools": tools, "named": [PROMPT], "takes_all": False, "required": []}
-        parameters = _list_parameters(made.reset)
+            return {"runs": False, "tools": tools, "named": [PROMPT], "takes_all": False, "required": []}
+        parameters = _list_parameters(getattr(made, starts))
         named = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        required = [name for name in named if parameters[name].default is inspect.Parameter.empty]
+        if starts == "run":
+            if BASE_URL not in named and not takes_all:
+                raise UserError(
+                    f"{self.label}: run of {kind} needs the argument {BASE_URL}, the address of the model"
+                )
+            required = [name for name in required if name not in (BASE_URL, API_KEY, MODEL)]
         return {
+            "runs": starts == "run",
             "tools": tools,
             "named": named,
-            "takes_all": any(p.kind is p.VAR_KEYWORD for p in parameters.values()),
-            "required": [name for name in named if parameters[name].default is inspect.Parameter.empty],
+            "takes_all": takes_all,
+            "required": required,
         }
 
     def _describe_tool(self, made: Any, name: str) -> dict[str, Any]:
@@ -110,8 +121,9 @@ def _list_parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Param
 
 
 def _find_start(made: Any) -> str | None:
-    """Find the method that starts a trajectory: `reset`, or `init` as in SkyRL-Gym; None if there is neither."""
-    return next((name for name in ("reset", "init") if callable(getattr(made, name, None))), None)
+    """Find the method that starts a trajectory: `reset`, `init` as in SkyRL-Gym, or `run` of an agent; None if
+    there is none of them."""
+    return next((name for name in ("reset", "init", "run") if callable(getattr(made, name, None))), None)
 
 
 def _list_tools(made: Any) -> list[str]:
@@ -148,6 +160,18 @@ class Actor:
                 "init changed the prompt; it may only add messages, because the prompt is already tokenized"
             )
         return cast(Sequence[Message], read_observation(given[len(messages) :]))
+
+    async def run(self, record: Mapping[str, Any]) -> Reply:
+        """Let an agent play its trajectory. Its result is the reward of the trajectory, or None."""
+        given = await self._run(lambda: self._made.run(**record))
+        reward = None if given is None else read_number(given)
+        if given is not None and reward is None:
+            raise WrongReplyError(
+                f"run gave {show(given)}; it must give the reward, a finite number, or None"
+            )
+        if reward is not None:
+            self._rewards.append(reward)
+        return Reply(done=True)
 
     async def act(self, text: str) -> tuple[Reply, int]:
         """Let the object answer a turn of the model. Returns the reply, and how many tool calls failed."""
@@ -191,7 +215,8 @@ class Actor:
     async def measure(self) -> float | None:
         """Return the reward of the trajectory, and close the object; None if the object gives none.
 
-        It is `get_reward()`, or else the sum of the rewards of `step`, or else the attribute `reward`.
+        It is `get_reward()`, or else the sum of the rewards of `step` or the result of `run`, or else the attribute
+        `reward`.
         """
         made = self._made
         value: Any = None

@@ -6,6 +6,7 @@ end its process.
 
 import itertools
 import json
+import math
 import os
 import queue
 import subprocess
@@ -118,6 +119,48 @@ class EnvironmentPool:
 
         `alone`: whether the calls of this object run while no other call runs in its process.
         """
+        assert self._described is not None, "described before the first trajectory"
+        self._begin(trajectory, record, {"do": "reset", "tools": self._described["tools"]}, answer, alone)
+
+    def run(
+        self,
+        trajectory: int,
+        record: Mapping[str, Any],
+        connection: Mapping[str, str],
+        answer: Callable[[Answer], None],
+        *,
+        alone: bool,
+    ) -> None:
+        """Make an agent for a trajectory, and run it until the trajectory ends.
+
+        `connection`: further arguments of `run`, with which the agent reaches the model. The time limit counts only
+        while the agent does not wait for the model, see `hold`. `alone` as for `reset`.
+        """
+        self._begin(trajectory, record, {"do": "run", "connection": dict(connection)}, answer, alone)
+
+    def hold(self, trajectory: int) -> None:
+        """Stop the clock of an agent, which waits for the model."""
+        self._set_due(trajectory, math.inf)
+
+    def release(self, trajectory: int) -> None:
+        """Start the time limit of an agent anew, which has its answer."""
+        self._set_due(trajectory, time.monotonic() + self._config.timeout)
+
+    def _set_due(self, trajectory: int, due: float) -> None:
+        with self._lock:
+            worker = self._workers[self._place[trajectory]] if trajectory in self._place else None
+            for request in worker.running.values() if worker is not None else ():
+                if request.content.get("trajectory") == trajectory:
+                    request.due = due
+
+    def _begin(
+        self,
+        trajectory: int,
+        record: Mapping[str, Any],
+        request: dict[str, Any],
+        answer: Callable[[Answer], None],
+        alone: bool,
+    ) -> None:
         for name, value in record.items():
             if not _is_json(value):
                 answer(
@@ -128,16 +171,9 @@ class EnvironmentPool:
             loads = [len(worker.trajectories) if worker else 0 for worker in self._workers]
             number = loads.index(min(loads))
             self._place[trajectory] = number
-            assert self._described is not None, "described before the first trajectory"
-            request = {
-                "do": "reset",
-                "trajectory": trajectory,
-                "record": dict(record),
-                "tools": self._described["tools"],
-            }
             worker = self._find_worker(number)
             worker.trajectories[trajectory] = alone
-            self._ask(number, worker, request, answer)
+            self._ask(number, worker, {**request, "trajectory": trajectory, "record": dict(record)}, answer)
 
     def act(self, trajectory: int, text: str, last: bool, answer: Callable[[Answer], None]) -> None:
         """Let the object of a trajectory answer a turn. `last`: whether the trajectory ends with this turn."""

@@ -73,6 +73,11 @@ class _Server:
                 made = await self._run(lambda: self._factory.make(record))
                 actor = self._actors[number] = Actor(made, self._run, form=self._form, tools=tools)
                 return await self._finish(number, await actor.start(record))
+            case "run":
+                record = request["record"]
+                made = await self._run(lambda: self._factory.make(record))
+                actor = self._actors[number] = Actor(made, self._run, form=self._form, tools=None)
+                return await self._finish(number, await actor.run({**record, **request["connection"]}))
             case "act":
                 actor = self._actors[number]
                 reply, failed = await actor.act(request["text"])

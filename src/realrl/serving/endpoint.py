@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from realrl.serving.answers import Answer, Usage, make_answer, write_message
@@ -60,25 +60,41 @@ def make_app(
     `token`: what clients must send as `Authorization: Bearer TOKEN`; None lets everybody in who reaches the server,
     except pages in browsers.
     """
-    endpoint = Endpoint(engine, tokenizer, writer, limits or EndpointLimits())
+    served = Served(engine, writer)
+    endpoint = Endpoint(lambda _: served, tokenizer, limits or EndpointLimits())
+
+    def close() -> None:
+        endpoint.close()
+        engine.close()
+
+    health = Route("/health", _Guarded(_tell_health, None), methods=["GET"])
+    return assemble_app([health, *endpoint.list_routes(token)], close)
+
+
+def assemble_app(routes: Sequence[BaseRoute], close: Callable[[], None]) -> Starlette:
+    """Make an application that answers all errors in OpenAI's form, and that calls `close` when it shuts down."""
 
     @asynccontextmanager
     async def close_at_end(app: Starlette) -> AsyncIterator[None]:
         yield
-        await asyncio.to_thread(endpoint.close)
+        await asyncio.to_thread(close)
 
-    def guard(handle: Callable[[Request, Send], Awaitable[None]]) -> "_Guarded":
-        return _Guarded(handle, token)
-
-    routes = [
-        Route("/health", _Guarded(_tell_health, None), methods=["GET"]),
-        Route("/v1/models", guard(endpoint.list_models), methods=["GET"]),
-        Route("/v1/models/{name:path}", guard(endpoint.show_model), methods=["GET"]),
-        Route("/v1/completions", guard(partial(endpoint.sample, CompletionBody)), methods=["POST"]),
-        Route("/v1/chat/completions", guard(partial(endpoint.sample, ChatBody)), methods=["POST"]),
-    ]
     handlers = {HTTPException: _answer_other_errors, Exception: _answer_bug}
     return Starlette(routes=routes, exception_handlers=handlers, lifespan=close_at_end)
+
+
+@dataclass(frozen=True)
+class Served:
+    """What answers a request."""
+
+    engine: Engine
+    writer: PromptWriter
+    stop: Sequence[str] = ()
+    """Texts that end an answer, in addition to those of the request."""
+    note_answer: Callable[[Sequence[int], Delta], None] = lambda prompt, sampled: None
+    """Gets the prompt and the tokens of each answer, before the client does."""
+    note_refusal: Callable[[RefusedError], None] = lambda error: None
+    """Gets the error of a request that gets no answer."""
 
 
 class Endpoint:
@@ -86,76 +102,92 @@ class Endpoint:
 
     def __init__(
         self,
-        engine: Engine,
+        find: Callable[[Request], Served],
         tokenizer: "PreTrainedTokenizerFast",
-        writer: PromptWriter,
         limits: EndpointLimits,
     ) -> None:
-        self._engine, self._writer, self._limits = engine, writer, limits
+        """`find` chooses what answers a request, or raises RefusedError."""
+        self._find, self._limits = find, limits
         self._texts = TokenTexts(tokenizer)
         self._running = 0
         # Tokenizers must not be used by several threads that encode. Long prompts would block the event loop.
         self._encoding = ThreadPoolExecutor(1, thread_name_prefix="prompts")
 
+    def list_routes(self, token: str | None) -> list[Route]:
+        """List OpenAI's routes. `token` as for `make_app`."""
+
+        def guard(handle: Callable[[Request, Send], Awaitable[None]]) -> "_Guarded":
+            return _Guarded(handle, token)
+
+        return [
+            Route("/v1/models", guard(self.list_models), methods=["GET"]),
+            Route("/v1/models/{name:path}", guard(self.show_model), methods=["GET"]),
+            Route("/v1/completions", guard(partial(self.sample, CompletionBody)), methods=["POST"]),
+            Route("/v1/chat/completions", guard(partial(self.sample, ChatBody)), methods=["POST"]),
+        ]
+
     def close(self) -> None:
-        """Close the engine."""
+        """End the threads. Engines are left alone."""
         self._encoding.shutdown(cancel_futures=True)
-        self._engine.close()
 
     async def list_models(self, request: Request, send: Send) -> None:
         """Answer /v1/models: the one model."""
-        content = {"object": "list", "data": [self._describe_model()]}
+        content = {"object": "list", "data": [_describe_model(self._find(request).engine)]}
         await _send_json(content, request, send)
 
     async def show_model(self, request: Request, send: Send) -> None:
         """Answer /v1/models/NAME."""
-        self._check_model(request.path_params["name"])
-        await _send_json(self._describe_model(), request, send)
+        engine = self._find(request).engine
+        _check_model(request.path_params["name"], engine)
+        await _send_json(_describe_model(engine), request, send)
 
     async def sample(self, kind: type[SamplingBody], request: Request, send: Send) -> None:
         """Answer a request for samples. If the client closes the connection, the samples are cancelled."""
-        body = kind.read(await _read_body(request, self._limits.body_bytes))
-        self._check_model(body.model)
-        count = self._count_samples(body)
-        with self._reserve(count):
-            await _run_while_connected(self._sample(body, request, send), request)
+        served = self._find(request)
+        try:
+            body = kind.read(await _read_body(request, self._limits.body_bytes))
+            _check_model(body.model, served.engine)
+            count = self._count_samples(body)
+            with self._reserve(count):
+                await _run_while_connected(self._sample(served, body, request, send), request)
+        except RefusedError as error:
+            served.note_refusal(error)
+            raise
 
-    async def _sample(self, body: SamplingBody, request: Request, send: Send) -> None:
-        work = await asyncio.get_running_loop().run_in_executor(self._encoding, self._prepare, body)
+    async def _sample(self, served: Served, body: SamplingBody, request: Request, send: Send) -> None:
+        work = await asyncio.get_running_loop().run_in_executor(self._encoding, self._prepare, served, body)
         if body.stream:
             await _send_events(self._stream(work), request, send)
         else:
             await _send_json(await self._collect(work), request, send)
 
-    def _prepare(self, body: SamplingBody) -> "_Work":
+    def _prepare(self, served: Served, body: SamplingBody) -> "_Work":
         """Write the prompts of a request. Raises RefusedError if they cannot be answered."""
+        engine, writer = served.engine, served.writer
         chat = body.read_chat() if isinstance(body, ChatBody) else None
         if isinstance(body, CompletionBody):
             prompts = [
-                self._writer.write_text(given)
-                if isinstance(given, str)
-                else self._take_tokens(given, "prompt")
+                writer.write_text(given) if isinstance(given, str) else _take_tokens(given, "prompt", engine)
                 for given in body.prompts
             ]
         else:
             assert isinstance(body, ChatBody) and chat is not None
             given = body.prompt_token_ids
-            self._writer.check_tools(chat)
+            writer.check_tools(chat)
             prompts = [
-                self._writer.write_chat(chat)
-                if given is None
-                else self._take_tokens(given, "prompt_token_ids")
+                writer.write_chat(chat) if given is None else _take_tokens(given, "prompt_token_ids", engine)
             ]
-        options = [body.make_options(prompt.tokens, self._engine) for prompt in prompts]
+        options = [body.make_options(prompt.tokens, engine) for prompt in prompts]
         tokens = [prompt.tokens for prompt in prompts]
-        answer = make_answer(body, self._engine.name, tokens, self._texts)
-        form = self._writer.tool_format if chat is not None else None
+        answer = make_answer(body, engine.name, tokens, self._texts)
+        form = writer.tool_format if chat is not None else None
         samples = [
             Sample(
                 self._texts,
-                stop=body.stop,
+                prompt.tokens,
+                stop=[*body.stop, *served.stop],
                 min_tokens=body.min_tokens,
-                continues=prompt.tokens if isinstance(body, CompletionBody) else (),
+                continues=isinstance(body, CompletionBody),
                 form=form,
                 tools=chat.tools if chat is not None else (),
                 keep_special=not body.skip_special_tokens,
@@ -163,11 +195,7 @@ class Endpoint:
             for prompt in prompts
             for _ in range(body.n)
         ]
-        return _Work(body, chat, prompts, options, answer, samples)
-
-    def _take_tokens(self, tokens: Sequence[int], param: str) -> Prompt:
-        check_tokens(tokens, self._engine.vocab_size, param)
-        return Prompt(tokens)
+        return _Work(served, body, chat, prompts, options, answer, samples)
 
     async def _collect(self, work: "_Work") -> dict[str, Any]:
         async with aclosing(self._run(work)) as news:
@@ -189,6 +217,7 @@ class Endpoint:
 
     async def _run(self, work: "_Work") -> AsyncGenerator[tuple[int, Delta], None]:
         """Submit all samples, and yield their news. Samples that are left at the end are cancelled."""
+        engine = work.served.engine
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Piece]]()
 
         def receive(sample: int, piece: Piece) -> None:
@@ -198,7 +227,7 @@ class Endpoint:
         requests: dict[int, int] = {}
         try:
             for i, (prompt, options) in enumerate(work.list_requests()):
-                requests[i] = self._submit(prompt.tokens, options, partial(receive, i))
+                requests[i] = _submit(engine, prompt.tokens, options, partial(receive, i))
             while requests:
                 i, piece = await queue.get()
                 if i not in requests:
@@ -210,40 +239,12 @@ class Endpoint:
                 if work.samples[i].finished:
                     request = requests.pop(i)
                     if piece.finish is None:
-                        self._engine.cancel(request)
-                    self._remember(work, work.whole[i])
+                        engine.cancel(request)
+                    work.note_answer(i)
                 yield i, delta
         finally:
             for request in requests.values():
-                self._engine.cancel(request)
-
-    def _submit(
-        self, prompt: Sequence[int], options: SamplingOptions, receive: Callable[[Piece], None]
-    ) -> int:
-        try:
-            return self._engine.submit(prompt, options, receive)
-        except Exception as error:  # an engine may fail in any way, and the client needs an answer
-            raise fail(str(error) or type(error).__name__) from error
-
-    def _remember(self, work: "_Work", sampled: Delta) -> None:
-        if work.chat is not None:
-            self._writer.remember(work.chat, work.prompts[0], write_message(sampled), sampled.tokens)
-
-    def _describe_model(self) -> dict[str, Any]:
-        return {
-            "id": self._engine.name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "realrl",
-            "max_model_len": self._engine.context_tokens,
-        }
-
-    def _check_model(self, name: str | None) -> None:
-        if name not in (None, self._engine.name):
-            raise RefusedError(
-                f"there is no model {str(name)[:80]!r}; this server has {self._engine.name!r}",
-                status=404, param="model", code="model_not_found",
-            )  # fmt: skip
+                engine.cancel(request)
 
     def _count_samples(self, body: SamplingBody) -> int:
         """Count the samples of a request. Raises RefusedError if there are too many of something."""
@@ -272,10 +273,45 @@ class Endpoint:
             self._running -= samples
 
 
+def _submit(
+    engine: Engine, prompt: Sequence[int], options: SamplingOptions, receive: Callable[[Piece], None]
+) -> int:
+    try:
+        return engine.submit(prompt, options, receive)
+    except RefusedError:
+        raise
+    except Exception as error:  # an engine may fail in any way, and the client needs an answer
+        raise fail(str(error) or type(error).__name__) from error
+
+
+def _take_tokens(tokens: Sequence[int], param: str, engine: Engine) -> Prompt:
+    check_tokens(tokens, engine.vocab_size, param)
+    return Prompt(tokens)
+
+
+def _describe_model(engine: Engine) -> dict[str, Any]:
+    return {
+        "id": engine.name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "realrl",
+        "max_model_len": engine.context_tokens,
+    }
+
+
+def _check_model(name: str | None, engine: Engine) -> None:
+    if name not in (None, engine.name):
+        raise RefusedError(
+            f"there is no model {str(name)[:80]!r}; this server has {engine.name!r}",
+            status=404, param="model", code="model_not_found",
+        )  # fmt: skip
+
+
 @dataclass
 class _Work:
     """What a request asks for."""
 
+    served: Served
     body: SamplingBody
     chat: Chat | None
     prompts: list[Prompt]
@@ -296,6 +332,14 @@ class _Work:
             for i in range(self.body.n):
                 seed = None if options.seed is None else (options.seed + i) % 2**63
                 yield prompt, replace(options, seed=seed)
+
+    def note_answer(self, i: int) -> None:
+        """Note that sample `i` is complete."""
+        served, sampled = self.served, self.whole[i]
+        prompt = self.prompts[i // self.body.n]
+        if self.chat is not None:
+            served.writer.remember(self.chat, prompt, write_message(sampled), sampled.tokens)
+        served.note_answer(prompt.tokens, sampled)
 
     def count_tokens(self) -> Usage:
         """Count the tokens of the prompts and of the samples."""

@@ -32,8 +32,13 @@ def is_local(listening: socket.socket) -> bool:
 
 def format_url(listening: socket.socket) -> str:
     """Format the base URL for clients of the API."""
+    return f"{format_origin(listening)}/v1"
+
+
+def format_origin(listening: socket.socket) -> str:
+    """Format protocol, host and port of the server."""
     host, port = listening.getsockname()[:2]
-    return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class ApiServer(uvicorn.Server):

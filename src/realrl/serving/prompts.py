@@ -1,12 +1,14 @@
 """Prompts: from the messages of a request to tokens. Does not import torch."""
 
+import copy
 import inspect
 import json
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from realrl.config.errors import UserError
 from realrl.data.chat_template import ChatTemplate
@@ -58,10 +60,12 @@ class PromptWriter:
         memory: ConversationMemory | None,
         earlier_turns: Literal["template", "keep"] = "template",
         tool_format: str | None = None,
+        options: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """`stop_token_ids`: tokens that end a turn of the model. `tool_format`: see `environment.tool_format`;
-        None if it follows from the chat template."""
-        self._tokenizer, self._stop_token_ids = tokenizer, list(stop_token_ids)
+        None if it follows from the chat template. `options`: arguments of the chat template for requests that do
+        not give them."""
+        self._tokenizer, self._stop_token_ids, self._options = tokenizer, list(stop_token_ids), options
         self._memory, self._keeps = memory, earlier_turns == "keep"
         given: Any = tokenizer.chat_template or ""
         self._template = given if isinstance(given, str) else "\n".join(given.values())
@@ -71,6 +75,12 @@ class PromptWriter:
         self._reserved = {*parameters, "messages", "bos_token", "eos_token"}
         self._turns: OrderedDict[str, TurnTemplate] = OrderedDict()
         self._noted: set[str] = set()
+
+    def with_memory(self, memory: ConversationMemory) -> Self:
+        """Return a writer with a memory of its own, which shares everything else."""
+        other = copy.copy(self)
+        other._memory = memory
+        return other
 
     def write_text(self, text: str) -> Prompt:
         """Write a prompt of plain text, as training does: the tokenizer's beginning of sequence stands before it.
@@ -85,8 +95,8 @@ class PromptWriter:
 
         Raises RefusedError if the chat template cannot write it.
         """
-        chat = self._adapt(chat)
         self._check(chat)
+        chat = self._adapt(chat)
         try:
             text = self._render(chat)
         except BadRecordError as error:
@@ -104,8 +114,9 @@ class PromptWriter:
         if self._memory is None or not prompt.text or chat.ending != "asked" or not sampled:
             return
         said = read_messages({"messages": [{**message, "content": message.get("content") or ""}]}, "messages")
-        messages = [*self._adapt(chat).messages, *said]
-        self._memory.keep(self._make_key(chat, messages), [*prompt.tokens, *sampled], prompt.text)
+        chat = self._adapt(chat)
+        key = self._make_key(chat, [*chat.messages, *said])
+        self._memory.keep(key, [*prompt.tokens, *sampled], prompt.text)
 
     def check_tools(self, chat: Chat) -> None:
         """Raise RefusedError if the calls of a chat's tools could not be read."""
@@ -125,7 +136,8 @@ class PromptWriter:
                 raise RefusedError(f"the chat template does not use {name[:80]!r}", param=param)
 
     def _adapt(self, chat: Chat) -> Chat:
-        """Name the tools of results, and use the role `system` if the template does not know `developer`."""
+        """Name the tools of results, use the role `system` if the template does not know `developer`, and add the
+        arguments of the template that the request does not give."""
         names = {
             call.get("id"): (call.get("function") or {}).get("name")
             for message in chat.messages
@@ -139,7 +151,7 @@ class PromptWriter:
             if message["role"] == "developer" and "developer" not in self._template:
                 message = {**message, "role": "system"}
             messages.append(message)
-        return replace(chat, messages=messages)
+        return replace(chat, messages=messages, options={**self._options, **chat.options})
 
     def _render(self, chat: Chat) -> str:
         template = ChatTemplate(self._tokenizer, self._list_options(chat))

@@ -177,12 +177,13 @@ class Requests:
         # The first token is the row's prompt, and all others are its continuation.
         kept = max(0, shared - 1)
         request.cached = min(kept, row.cached)
-        row.prompt.tokens[0] = int(prompt[0])
         options = request.options
         row.key = _make_key(options.seed)
         first_end = len(prompt) - 1 + options.min_tokens
         row.choice = TokenChoice(options.temperature, options.top_k, options.top_p, first_end)
-        return TurnReply(row.number, request.prompt[kept + 1 :], kept=kept)
+        # A row that shares nothing begins with another token.
+        first = None if shared else int(prompt[0])
+        return TurnReply(row.number, request.prompt[kept + 1 :], kept=kept, first=first)
 
     def _choose_row(self, prompt: np.ndarray) -> tuple[DecodeRow, int]:
         """Choose the idle row whose conversation a prompt continues, or else the one that has been idle longest.

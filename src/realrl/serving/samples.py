@@ -1,7 +1,8 @@
 """One sample of a request, from the engine's pieces to news for the client. Does not import torch."""
 
+import hashlib
 import json
-import uuid
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,20 +41,23 @@ class Sample:
     def __init__(
         self,
         texts: TokenTexts,
+        prompt: Sequence[int],
         *,
         stop: Sequence[str],
         min_tokens: int,
-        continues: Sequence[int] = (),
+        continues: bool = False,
         form: str | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
         keep_special: bool = False,
     ) -> None:
-        """`continues`: tokens of a prompt whose text the sample continues. The others are as in `TurnReader`."""
+        """`continues`: whether the sample continues the text of the prompt. `form` and `tools` are as in
+        `TurnReader`."""
+        self._prompt, self._tokens = prompt, array("q")
         self._turn = TurnReader(form, tools)
         keep_special = keep_special or self._turn.reads_special
-        self._decoder = TextDecoder(texts, prompt=continues, keep_special=keep_special)
+        self._decoder = TextDecoder(texts, prompt=prompt if continues else (), keep_special=keep_special)
         self._stop = StopFinder(stop, min_tokens)
-        self._count = self._length = 0
+        self._length = 0
         self.cached_tokens = 0
         """Prompt tokens that came from a cache."""
         self.finished = False
@@ -61,7 +65,7 @@ class Sample:
 
     def read(self, piece: Piece) -> Delta:
         """Read a piece. After a stop string, the other tokens of the piece are dropped."""
-        if not self._count:
+        if not self._tokens:
             self.cached_tokens = piece.cached_tokens
         delta = Delta()
         last = len(piece.tokens) - 1
@@ -69,10 +73,10 @@ class Sample:
             delta.offsets.append(self._length + len(delta.text))
             delta.tokens.append(token)
             delta.logprobs.append(logprob)
-            self._count += 1
+            self._tokens.append(token)
             if piece.finish == "stop" and i == last:
                 break  # this token ended the answer, and is not part of its text
-            text, ends = self._stop.add(self._decoder.add(token), self._count)
+            text, ends = self._stop.add(self._decoder.add(token), len(self._tokens))
             delta.text += self._turn.add(text)
             if ends:
                 self._end(delta, "stop", "")
@@ -87,13 +91,16 @@ class Sample:
         delta.text += self._turn.add(rest)
         text, calls = self._turn.finish(cut=finish == "length")
         delta.text += text
-        delta.calls = [_describe(call) for call in calls]
+        delta.calls = [self._describe(i, call) for i, call in enumerate(calls)]
         delta.finish = "tool_calls" if calls else finish
         self.finished = True
 
+    def _describe(self, number: int, call: ToolCall) -> dict[str, Any]:
+        """Describe a call in OpenAI's form.
 
-def _describe(call: ToolCall) -> dict[str, Any]:
-    """Describe a call in OpenAI's form. Its id has nine letters and digits, which some templates require."""
-    arguments = json.dumps(call.arguments, ensure_ascii=False)
-    function = {"name": call.name, "arguments": arguments}
-    return {"id": uuid.uuid4().hex[:9], "type": "function", "function": function}
+        Its id has nine letters and digits, which some templates require. It follows from prompt and answer, because
+        it may become part of the next prompt, and equal conversations should have equal prompts.
+        """
+        said = b"".join((array("q", self._prompt).tobytes(), self._tokens.tobytes(), bytes([number % 256])))
+        function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+        return {"id": hashlib.sha256(said).hexdigest()[:9], "type": "function", "function": function}

@@ -67,8 +67,8 @@ class GenerateCall:
         self.new_tokens = sampling.max_new_tokens
         self.turns = turns
         self._by_number = {row.number: row for row in rows}
-        self._rewound: list[DecodeRow] = []
-        """Rows that lose tokens in the turn that is being planned."""
+        self._rewound: list[tuple[DecodeRow, int]] = []
+        """Rows that lose tokens in the turn that is being planned, and how many tokens they keep."""
         self.batches = batches = model.groups.pipeline.size
         """Number of decode batches: one per stage of the pipeline."""
         self.on_gpu = on_gpu = is_gpu(model.device)
@@ -116,7 +116,10 @@ class GenerateCall:
             row = self._by_number[reply.row]
             if reply.kept is not None:
                 row.rewind(reply.kept)
-                self._rewound.append(row)
+                self._rewound.append((row, reply.kept))
+            if reply.first is not None:
+                assert row.prompt.length == 1 and not row.tokens, "only a prompt of one token is replaced"
+                row.prompt.tokens[0] = reply.first
             if reply.done:
                 self.scheduler.finish(row)
             else:
@@ -125,13 +128,13 @@ class GenerateCall:
         self.scheduler.resume(resumed)
 
     def read_experts(self, turn: DecodeTurn) -> None:
-        """Read the experts of rows that have left the cache in this turn, and forget those of rows that start
-        again."""
+        """Read the experts of rows that have left the cache in this turn, and forget those of tokens that rows have
+        lost."""
         if self.experts is not None:
             self.experts.read(turn.released)
             # Only now: a row may leave and start again in the same turn.
-            for row in self._rewound:
-                self.experts.forget(row)
+            for row, kept in self._rewound:
+                self.experts.rewind(row, kept)
         self._rewound.clear()
 
     def take(self, row: DecodeRow, token: int, logprob: float) -> bool:

@@ -107,7 +107,8 @@ def generate(
         return batch
     for row, item in zip(rows, batch.ids, strict=True):
         _check_finite(row, seed.first_sequence + item)
-    sequences = [torch.cat([given.row(row.number).cpu(), as_tensor(row.tokens, torch.int64)]) for row in rows]
+    # An environment may have replaced a prompt.
+    sequences = [as_tensor(row.prompt.tokens + row.tokens, torch.int64) for row in rows]
     logprobs = [
         torch.cat([torch.zeros(row.prompt.length), as_tensor(row.logprobs, torch.float32)]) for row in rows
     ]

@@ -58,10 +58,17 @@ class RoutedExperts:
             return own
         return np.concatenate([list_places(released.prompt_blocks)[: row.prompt.length - 1], own])
 
-    def forget(self, row: DecodeRow) -> None:
-        """Forget a row that starts again."""
-        self._own.pop(row.number, None)
-        self._prompts.pop(row.number, None)
+    def rewind(self, row: DecodeRow, length: int) -> None:
+        """Forget what was read of a row after the first `length` tokens of its continuation.
+
+        The last of them is computed again. If none are left, the row starts again.
+        """
+        parts = self._own.pop(row.number, [])
+        if not length:
+            self._prompts.pop(row.number, None)
+        elif parts:
+            # The own segment begins with the last token of the prompt.
+            self._own[row.number] = [torch.cat(parts)[:length]]
 
     def row(self, row: DecodeRow) -> Tensor:
         """Concatenate the experts of a whole row; the newest token has none. [T, layers, k]"""

@@ -8,6 +8,8 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 _Item = TypeVar("_Item")
+_FIELDS = 6
+"""Numbers of a reply as numbers, without its tokens."""
 
 
 @dataclass(frozen=True)
@@ -15,13 +17,17 @@ class TurnReply:
     """What becomes of a row that waits for the environment.
 
     The row gets `tokens`, which the model has not sampled, and goes on. If `done`, it is complete instead. Unless
-    `kept` is None, the row first loses all but the first `kept` tokens after its prompt.
+    `kept` is None, the row first loses all but the first `kept` tokens after its prompt. If `first` is a token, it
+    replaces the prompt of a row that keeps nothing and whose prompt is one token. `limit` is the maximum number of
+    tokens of the next turn; None for no limit beyond those of the call.
     """
 
     row: int
     tokens: Sequence[int] = ()
     done: bool = False
     kept: int | None = None
+    first: int | None = None
+    limit: int | None = None
 
 
 class Turns(Protocol):
@@ -57,8 +63,8 @@ def encode_replies(replies: Sequence[TurnReply]) -> np.ndarray:
     """Write replies as numbers, which `decode_replies` reads. [N] int64"""
     numbers: list[int] = []
     for reply in replies:
-        kept = -1 if reply.kept is None else reply.kept
-        numbers += [reply.row, reply.done, kept, len(reply.tokens), *reply.tokens]
+        options = (-1 if value is None else value for value in (reply.kept, reply.first, reply.limit))
+        numbers += [reply.row, reply.done, *options, len(reply.tokens), *reply.tokens]
     return np.array(numbers, dtype=np.int64)
 
 
@@ -66,6 +72,7 @@ def decode_replies(numbers: np.ndarray) -> Iterator[TurnReply]:
     """Read replies from numbers. numbers: [N] int64"""
     place, values = 0, numbers.tolist()
     while place < len(values):
-        row, done, kept, count = values[place : place + 4]
-        place += 4 + count
-        yield TurnReply(row, values[place - count : place], bool(done), None if kept < 0 else kept)
+        row, done, *options, count = values[place : place + _FIELDS]
+        place += _FIELDS + count
+        kept, first, limit = (None if value < 0 else value for value in options)
+        yield TurnReply(row, values[place - count : place], bool(done), kept, first, limit)

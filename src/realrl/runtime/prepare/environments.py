@@ -19,6 +19,7 @@ from realrl.planner.workload.environment import EnvironmentTimes
 from realrl.planner.workload.workload import quantiles
 from realrl.recipe.environment import EnvironmentConfig
 from realrl.recipe.experiment import Experiment
+from realrl.runtime.prepare.agents import AgentModel
 from realrl.runtime.prepare.job import Job
 
 SEED = "seed"
@@ -67,6 +68,7 @@ class Environments:
         self.tool_format = form
         """How the model writes calls of tools; `auto` if it has none."""
         self.pool = EnvironmentPool(self.config, form)
+        self._agent_model: AgentModel | None = None
         try:
             self._description = self.pool.describe()
             tools = self._description["tools"]
@@ -84,6 +86,9 @@ class Environments:
                 earlier_turns=self.config.earlier_turns,
                 takes_prompt=PROMPT in self._description["named"],
             )
+            if self.runs:
+                known = None if form == "auto" else form
+                self._agent_model = AgentModel(experiment, tokenizer, stop_token_ids, known)
         except UserError:
             self.close()
             raise
@@ -94,8 +99,10 @@ class Environments:
         self._noted = False
 
     def close(self) -> None:
-        """End the processes that hold objects."""
+        """End the processes that hold objects, and the server for agents."""
         self.pool.close()
+        if self._agent_model is not None:
+            self._agent_model.close()
 
     @property
     def label(self) -> str:
@@ -113,6 +120,18 @@ class Environments:
                 f"{self.label}: reset needs {missing[0]!r}, which no record of {source} has;"
                 f" data.columns={{FIELD: {missing[0]}}} renames a field"
             )
+
+    @property
+    def runs(self) -> bool:
+        """Whether the objects are agents, which talk to the model themselves."""
+        runs: bool = self._description["runs"]
+        return runs
+
+    @property
+    def agent_model(self) -> AgentModel:
+        """What agents talk to; there must be agents."""
+        assert self._agent_model is not None, "only agents talk to a model"
+        return self._agent_model
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]] | None:

@@ -6,6 +6,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
+import torch
+
 from realrl.algorithms.base.method import (
     Algorithm,
     FunctionInput,
@@ -18,7 +20,7 @@ from realrl.algorithms.base.method import (
 from realrl.algorithms.base.scoring import UnscoredError
 from realrl.config.errors import UserCodeError
 from realrl.config.user_code import name_function
-from realrl.data.batch import Batch
+from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import Call, Kind
 from realrl.engine.finite import NotFiniteError, NotFiniteLogitsError
 from realrl.engine.generation.generator import generate, group_samples
@@ -50,6 +52,7 @@ from realrl.runtime.prepare.environments import Environments
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.exchange import Exchange
 from realrl.runtime.worker.functions import Functions
+from realrl.runtime.worker.leading import TurnSettings
 from realrl.runtime.worker.roles import Roles
 from realrl.runtime.worker.store import Store
 from realrl.runtime.worker.trace import Trace
@@ -310,6 +313,11 @@ class Worker:
             number = [other for other in store.graph.calls if other.kind is Kind.GENERATE].index(call)
             sampling = method.sampling_of(evaluation=step.evaluation)
             turns = self._begin_trajectories(run, batch, sampling, now) if call.record_fields else None
+            samples = store.samples
+            if turns is not None and turns.starts_empty:
+                # Agents write prompts of their own, which may differ. A token stands in for each.
+                blank = Ragged.scalars(torch.zeros(len(batch), dtype=torch.int64))
+                batch, samples = batch.with_fields(**{method.prompts: blank}), 1
             try:
                 batch = generate(
                     model,
@@ -320,7 +328,7 @@ class Worker:
                     stop=StopStrings.of(self._tokenizer, sampling),
                     seed=replace(step.sampling_seed, call=number),
                     kv_capacity=max_tokens,
-                    samples=store.samples,
+                    samples=samples,
                     after_step=now.after_pass,
                     record_experts=call.records_experts,
                     kept=None if step.evaluation else self._roles.kept_decoding(call.name),
@@ -333,7 +341,7 @@ class Worker:
                 now.metrics[call.name] = summarize_trajectories(batch)
             if model.shard.last:
                 given = batch[method.prompts]
-                groups = group_samples(batch.ids, given, store.samples)
+                groups = group_samples(batch.ids, given, samples)
                 lengths = given.lengths, batch["sequences"].lengths
                 now.worked(lambda: count_generation(model.counts, groups, *lengths))
         elif call.kind is Kind.INFERENCE:
@@ -376,9 +384,9 @@ class Worker:
             self._process,
             records=records,
             origins=[step.origins[item] if step.origins else "" for item in batch.ids],
-            new_tokens=sampling.max_new_tokens,
-            stop_token_ids=self._find_stop_token_ids(sampling),
-            stop=StopStrings.of(self._tokenizer, sampling),
+            settings=TurnSettings(
+                sampling, self._find_stop_token_ids(sampling), StopStrings.of(self._tokenizer, sampling)
+            ),
             advance=now.advance,
         )
 
