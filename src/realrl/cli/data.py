@@ -80,12 +80,15 @@ def _head(title: str) -> str:
 def _format_turns(tokenizer: Any, turns: "Turns") -> str:
     """Format the tools of an environment, and what stands between the turns of the model."""
     lines = [_head(turns.label)]
-    if turns.tools is None:
+    if turns.runs:
+        lines.append("an agent: run writes its prompts itself, so those above are not what the model gets")
+    elif turns.tools is None:
         lines.append("no tools: step gets each turn of the model")
     else:
         lines += ["tools:", *(f"  {describe_tool(tool)}" for tool in turns.tools)]
     learnt = "green" if is_coloured() else "in [[ ]]"
-    lines.append(f"\nafter the first observation; tokens to learn are {learnt}:")
+    begin = "first prompt" if turns.runs else "first observation"
+    lines.append(f"\nafter the {begin}; tokens to learn are {learnt}:")
     lines.append(_mark(tokenizer, turns.row.ids, [1, *turns.row.loss_mask[1:]], is_coloured()))
     return "\n".join(lines) + "\n"
 

@@ -66,7 +66,10 @@ class Inspection:
         return environments is not None and environments.wants(name)
 
     def open_first(self, environments: Environments, seed: int) -> None:
-        """Start a trajectory for each of the first items. `seed`: the run's seed."""
+        """Start a trajectory for each of the first items, unless agents write the prompts. `seed`: the run's
+        seed."""
+        if environments.runs:
+            return
         assert self.data is not None, "it has been read"
         further = self.data.further_fields(self._indices)
         records = [
@@ -111,12 +114,14 @@ def inspect_data(experiment: Experiment, samples: int) -> tuple[Any, list[Inspec
 
 @dataclass(frozen=True)
 class Turns:
-    """What a trajectory looks like after its first observation."""
+    """What a trajectory looks like after its first observation, or its first prompt by an agent."""
 
     label: str
     """The setting with the name of the environment."""
+    runs: bool
+    """Whether the environment is an agent."""
     tools: Sequence[Mapping[str, Any]] | None
-    """Schemas of the tools; None if the environment has `step`."""
+    """Schemas of the tools; None if there are none."""
     row: Row
     """Two turns of the model with an observation between them. Their texts are placeholders."""
 
@@ -134,9 +139,8 @@ def _make_turns(environments: Environments, tokenizer: Any, stop_token_ids: Sequ
     answer = [{"role": role, "name": "tool", "content": _OBSERVATION}]
     between = environments.template.observe(answer, first[-1])
     ids = [*first, *between, *last]
-    return Turns(
-        environments.label, environments.tools, Row(ids, ((0, len(first)), (len(ids) - len(last), len(ids))))
-    )
+    row = Row(ids, ((0, len(first)), (len(ids) - len(last), len(ids))))
+    return Turns(environments.label, environments.runs, environments.tools, row)
 
 
 def _inspect(

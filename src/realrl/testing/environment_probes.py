@@ -23,6 +23,7 @@ from realrl.environments.tool_calls import read_calls
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.stop_strings import StopStrings
 from realrl.runtime.prepare.environments import SEED, Environments
+from realrl.testing.agent_probes import probe_agent
 from realrl.testing.data_probes import ProbedData, SpecialIds, has_begin_inside
 from realrl.testing.findings import Finding
 
@@ -214,6 +215,8 @@ def probe_environment(
     experiment: Experiment, environments: Environments, data: ProbedData
 ) -> ProbedEnvironment:
     """Probe the environment of a recipe with some of its records, which were read for it."""
+    if environments.runs:
+        return ProbedEnvironment(*probe_agent(experiment, environments, data))
     tokenizer, stop_token_ids, items, fields = data.tokenizer, data.stop_token_ids, data.items, data.fields
     findings = [_check_description(environments, fields)]
     if findings[0].problem is not None:

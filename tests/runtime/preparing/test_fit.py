@@ -18,6 +18,7 @@ from realrl.recipe.load import load_experiment
 from realrl.recipe.model import ModelConfig
 from realrl.runtime.prepare.cluster import written_cluster
 from realrl.runtime.prepare.devices import memory_spec
+from realrl.runtime.prepare.fit import check
 from realrl.runtime.prepare.fit.changes import Draft, list_plan_changes
 from realrl.runtime.prepare.fit.check import check_fit, compute_device_memory, find_peak_device
 from realrl.runtime.prepare.job import Job, make_job
@@ -38,6 +39,12 @@ CALLS = {
 
 LONG = ("data.max_tokens=4096", "data.max_prompt_tokens=2048", "generation.max_new_tokens=2048")
 STATELESS = "offload_optimizer: [actor, critic]"
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which change is found must not depend on how busy the machine is."""
+    monkeypatch.setattr(check, "_SECONDS", 600.0)
 
 
 def job(*overrides: str, download: bool = False) -> Job:
