@@ -60,6 +60,7 @@ class Costs:
         self._source = phase.plan[_lengths_call(phase.graph).name].output_ranks[0]
         self._prompts, self._answers = deque[int](maxlen=KEPT_LENGTHS), deque[int](maxlen=KEPT_LENGTHS)
         self._waits, self._environment = None if environments is None else environments.measures, Measures()
+        self._agents = environments is not None and environments.runs
         self._log = TimingLog()
         self._tokens: int | None = None
         """Number of tokens of all prompts and answers in the last step; None on ranks that do not know it."""
@@ -115,7 +116,7 @@ class Costs:
     def add_lengths(self, store: Store) -> None:
         """Record the lengths of the prompts and answers of a step."""
         if self._process.rank == self._source:
-            prompts, answers = lengths(store)
+            prompts, answers = lengths(store, agents=self._agents)
             self._prompts.extend(prompts)
             self._answers.extend(answers)
             self._tokens = sum(prompts) + sum(answers)
@@ -193,8 +194,10 @@ def _lengths_call(graph: DataflowGraph) -> Call:
     return (of_kind[Kind.GENERATE] or of_kind[Kind.TRAIN])[0]
 
 
-def lengths(store: Store) -> tuple[list[int], list[int]]:
+def lengths(store: Store, *, agents: bool = False) -> tuple[list[int], list[int]]:
     """Return the lengths of all prompts and of all answers in a step, in tokens.
+
+    With `agents`, rows begin with a single token, and an answer is a whole conversation without this token.
 
     Call this on a rank that knows the lengths: an output rank of the first generate call. If no call generates,
     prompts are the sequences of the first train call, and there are no answers.
@@ -205,6 +208,8 @@ def lengths(store: Store) -> tuple[list[int], list[int]]:
     if call.kind is not Kind.GENERATE:
         return prompts, []
     made = next(key for key in call.outputs if graph.keys[key].length == "own")
+    if agents:
+        prompts = [1] * len(prompts)
     return prompts, [whole - prompt for whole, prompt in zip(store.lengths[made], prompts, strict=True)]
 
 

@@ -97,6 +97,7 @@ def write_recipe(
         "training__steps": 2,
         "models__actor__optimizer": {"lr": 1e-3, "eps": 1e-5, "schedule": "constant"},
         "generation__max_new_tokens": 300,
+        "micro_batch_tokens": 8192,  # rows of several agents at a time
         "environment": {"factory": f"{directory / 'agent.py'}:Agent", "workers": 1, **(environment or {})},
         **PRESETS[preset],
         **changes,

@@ -248,9 +248,17 @@ class AgentLeader(Leader[AgentTrajectory]):
             self._put(row)(arrived)
 
     def outputs(self, batch: Batch) -> dict[str, Ragged]:
+        """Return the numbers of each trajectory, by key; see `Leader.outputs`.
+
+        What stands before the first turn is the prompt.
+        """
         finished = [row.conversation is not None and row.conversation.finished for row in self._rows]
-        of = [float(own and not row.full) for own, row in zip(finished, self._rows, strict=True)]
-        return super().outputs(batch) | {"finished": Ragged.scalars(torch.tensor(of))}
+        ends = [float(own and not row.full) for own, row in zip(finished, self._rows, strict=True)]
+        prompts = [int(mask.cumsum(0).eq(0).sum()) for mask in batch["action_mask"].rows()]
+        return super().outputs(batch) | {
+            "finished": Ragged.scalars(torch.tensor(ends)),
+            "prompt_length": Ragged.scalars(torch.tensor(prompts)),
+        }
 
     def _start(self, row: int) -> None:
         trajectory, environments = self._rows[row], self._environments
