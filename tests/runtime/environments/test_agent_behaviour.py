@@ -1,0 +1,289 @@
+"""Agents of all sorts: what they may do, what is refused, and how they fail."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from realrl.cli.app import run_app
+from realrl.testing.ranks import run_on_ranks, sampled
+from tests.conftest import World, read_metrics, write_jsonl
+from tests.runtime.environments.test_agents import TEMPLATE
+
+pytest.importorskip("openai")
+
+AGENT = """
+import asyncio
+import json
+import os
+import time
+from pathlib import Path
+
+import openai
+
+HERE = Path(__file__).parent
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+class Agent:
+    def run(self, base_url, api_key, model, case, prompt):
+        self.client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+        self.model, self.case = model, case
+        self.messages = [{"role": "user", "content": prompt}]
+        self.seen = []
+        reward = getattr(self, "play_" + case)()
+        if not asyncio.iscoroutine(reward):
+            self.write()
+        return reward
+
+    def write(self):
+        with open(HERE / f"{self.case}-{os.getpid()}-{time.monotonic_ns()}.json", "w") as file:
+            json.dump(self.seen, file)
+
+    def ask(self, **options):
+        answer = self.client.chat.completions.create(
+            model=self.model, messages=self.messages,
+            **{"max_tokens": 5, "extra_body": {"return_token_ids": True}, **options},
+        )
+        self.note(answer)
+        return answer.choices[0].message
+
+    def note(self, answer):
+        ids, choice = answer.prompt_token_ids, answer.choices[0]
+        before = [one for one in self.seen if len(one[1]) <= len(ids)]  # of a request that is repeated, the last
+        mask = before[-1][1] if before else []
+        mask = mask + [0] * (len(ids) - len(mask))
+        self.seen = [*before, [ids + choice.token_ids, mask + [1] * len(choice.token_ids), choice.finish_reason]]
+
+    def answer(self, message, text="Go on."):
+        self.messages += [message.to_dict(), {"role": "user", "content": text}]
+
+    def refused(self, code, **options):
+        try:
+            self.ask(**options)
+        except openai.APIStatusError as error:
+            assert error.body["code"] == code, error
+            with open(HERE / f"refused-{code}", "w") as file:
+                file.write(error.body["message"])
+        else:
+            raise AssertionError(f"{code} was not refused")
+
+    def play_repeat(self):
+        self.answer(self.ask())
+        first, again = self.ask(), self.ask()
+        assert first.content == again.content
+        self.answer(again)
+        self.ask()
+        return 1.0
+
+    def play_stop(self):
+        said = self.ask(max_tokens=40).content
+        stop = next(c for c in said[len(said) // 2 :] if c.isascii() and c.isprintable())
+        again = self.ask(max_tokens=40, stop=[stop])
+        assert again.content == said[: said.index(stop)], (said, again.content, stop)
+        assert self.seen[-1][2] == "stop"
+        self.answer(again)
+        self.ask()
+        return 2.0
+
+    def play_stop_at_the_end(self):
+        said = self.ask(max_tokens=40).content
+        stop = next(c for c in said[len(said) // 2 :] if c.isascii() and c.isprintable())
+        self.ask(max_tokens=40, stop=[stop])
+        return 3.0
+
+    def play_asynchronous(self):
+        async def play():
+            client = openai.AsyncOpenAI(base_url=self.client.base_url, api_key=self.client.api_key)
+            for _ in range(3):
+                answer = await client.chat.completions.create(
+                    model=self.model, messages=self.messages, max_tokens=4, extra_body={"return_token_ids": True}
+                )
+                self.note(answer)
+                self.answer(answer.choices[0].message)
+            self.write()
+            return 4.0
+
+        return play()
+
+    def play_streaming(self):
+        text, ids = "", []
+        stream = self.client.chat.completions.create(
+            model=self.model, messages=self.messages, max_tokens=6, stream=True, temperature=0.5
+        )
+        for chunk in stream:
+            text += chunk.choices[0].delta.content or ""
+        self.messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "Go on."}]
+        self.seen = []
+        self.ask()
+        self.seen[0][1] = None  # this agent does not know which tokens were sampled first
+        return 5.0
+
+    def play_refused(self):
+        self.refused("unsupported_parameter", extra_body={"ignore_eos": True})
+        first = self.ask()
+        self.answer(first)
+        self.messages[0] = {"role": "user", "content": "Something else."}
+        self.refused("another_conversation")
+        self.messages[0] = {"role": "user", "content": self.messages[0]["content"]}
+        self.messages = [self.messages[0]]
+        self.refused("another_conversation")
+        return 6.0
+
+    def play_tokens(self):
+        ids = []
+        for _ in range(3):
+            ids += [70, 71, 72]
+            answer = self.client.completions.create(
+                model=self.model, prompt=ids, max_tokens=4, extra_body={"return_token_ids": True}
+            )
+            choice = answer.choices[0]
+            mask = self.seen[-1][1] if self.seen else []
+            mask = mask + [0] * (len(ids) - len(mask)) + [1] * len(choice.token_ids)
+            ids = ids + choice.token_ids
+            self.seen.append([ids, mask, choice.finish_reason])
+        return 7.0
+
+    def play_late(self):
+        # Its own time limit ends before the answer; what it asked for is asked again.
+        try:
+            self.ask(timeout=0.001)
+        except openai.APITimeoutError:
+            pass
+        self.answer(self.ask())
+        self.ask()
+        return 8.0
+
+    def play_full(self):
+        try:
+            while True:
+                self.answer(self.ask(), "What comes next, and after that, and then?" * 3)
+        finally:
+            self.reward = 9.0
+            self.write()
+
+    def play_raise(self):
+        self.ask()
+        raise KeyError("lost")
+
+    def play_exit(self):
+        self.ask()
+        os._exit(3)
+
+    def play_hang(self):
+        self.ask()
+        time.sleep(1000)
+
+    def play_silent(self):
+        return 1.0
+
+    def play_wrong(self):
+        self.ask()
+        return "a lot"
+
+    def play_slow(self):
+        # Each pause is shorter than the limit, but all of them together are longer.
+        for _ in range(4):
+            time.sleep(0.9)
+            self.answer(self.ask())
+        return 10.0
+"""
+PLAYS = ("repeat", "stop", "stop_at_the_end", "asynchronous", "streaming", "refused", "tokens", "late", "full")
+FAULTS = {
+    "raise": "raised KeyError: 'lost'",
+    "exit": "ended its process (status 3)",
+    "hang": "did not answer within 2 s (environment.timeout)",
+    "silent": "ended without an answer of the model",
+    "wrong": "run gave str 'a lot'; it must give the reward, a finite number, or None",
+}
+
+
+def write_recipe(world: World, directory: Path, cases: list[str], **environment: Any) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "agent.py").write_text(AGENT)
+    records = [{"prompt": f"the film {case}", "case": case} for case in cases]
+    file = world.recipe(
+        "grpo",
+        directory,
+        data={
+            "train": write_jsonl(directory / "data.jsonl", records),
+            "batch": len(records),
+            "chat_template": TEMPLATE,
+            "max_prompt_tokens": 60,
+        },
+        training__steps=1,
+        policy={"samples": 2, "kl": {"coef": 0.0}},
+        generation__max_new_tokens=250,
+        micro_batch_tokens=8192,
+        environment={"factory": f"{directory / 'agent.py'}:Agent", "workers": 1, "threads": 32, **environment},
+    )
+    document = yaml.safe_load(file.read_text())
+    del document["models"]["reward"]
+    file.write_text(yaml.safe_dump(document))
+    return file
+
+
+def test_whatever_agents_do_only_what_they_saw_is_learnt(
+    world: World, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = write_recipe(world, tmp_path, list(PLAYS))
+    run_on_ranks(1, [file])
+    tokens = sampled(file)
+    learnt = [(tokens[f"0/{i}"][0], tokens[f"0/{i} mask"][0]) for i in range(2 * len(PLAYS))]
+    for case in PLAYS:
+        files = list(tmp_path.glob(f"{case}-*.json"))
+        assert len(files) == 2, case
+        for one in files:
+            row, mask, _ = json.loads(one.read_text())[-1]
+            of_row = [known for ids, known in learnt if ids == row]
+            assert of_row, case
+            assert mask is None or mask in of_row, case
+    (metrics,) = read_metrics(tmp_path / "run")
+    assert metrics["actor.generate/failed"] == 0.0
+    assert metrics["actor.generate/environment_reward"] == pytest.approx(sum(range(1, 10)) / 9)
+    assert "does not continue the trajectory" in (tmp_path / "refused-another_conversation").read_text()
+    assert "an agent asks for temperature=0.5; generation.temperature=1 is used" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("stage", [2])
+def test_the_same_under_two_stages(world: World, tmp_path: Path, stage: int) -> None:
+    alone, parted = (write_recipe(world, tmp_path / name, list(PLAYS)) for name in ("alone", "parted"))
+    entry = {"mesh": "0-1", "dp": 1, "tp": 1, "pp": stage}
+    calls = {name: entry for name in ("actor.generate", "actor.train")}
+    calls["reward.function"] = {"mesh": "0-1", "dp": 2}
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump({"cluster": "1x2", "calls": calls}))
+    document = yaml.safe_load(parted.read_text()) | {"cluster": "1x2", "plan": str(tmp_path / "plan.yaml")}
+    parted.write_text(yaml.safe_dump(document))
+    run_on_ranks(1, [alone])
+    run_on_ranks(2, [parted])
+    assert sampled(parted) == sampled(alone)
+
+
+def test_agents_that_fail_are_left_out_and_counted(world: World, tmp_path: Path) -> None:
+    cases = [*FAULTS, "slow", "repeat"]
+    file = write_recipe(world, tmp_path, cases, timeout=2, on_error="skip")
+    assert run_app(["train", str(file)]) == 0
+    (metrics,) = read_metrics(tmp_path / "run")
+    assert metrics["actor.generate/failed"] == pytest.approx(len(FAULTS) / len(cases))
+    assert metrics["actor.generate/environment_reward"] == pytest.approx((10.0 + 1.0) / 2)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_without_skipping_the_first_failure_ends_the_run(
+    world: World, tmp_path: Path, realrl: Callable[..., tuple[int, str]], fault: str
+) -> None:
+    file = write_recipe(world, tmp_path, [fault], timeout=2, retries=0)
+    status, printed = realrl("train", str(file))
+    last = printed.strip().splitlines()[-1]
+    assert status == 2 and FAULTS[fault] in last and "record " in last, printed
+
+
+def test_the_maximum_number_of_turns_ends_an_agent_with_its_reward(world: World, tmp_path: Path) -> None:
+    file = write_recipe(world, tmp_path, ["full"], max_turns=2)
+    assert run_app(["train", str(file)]) == 0
+    (metrics,) = read_metrics(tmp_path / "run")
+    assert metrics["actor.generate/turns"] == 2.0
+    assert metrics["actor.generate/environment_reward"] == 9.0
