@@ -25,10 +25,12 @@ from realrl.config.errors import UserError
 from realrl.config.script_objects import OBJECTS_VARIABLE, find_objects, pack_objects
 from realrl.config.user_code import name_function
 from realrl.environments.objects import SETTING
-from realrl.recipe.environment import EnvironmentConfig
+from realrl.recipe.environment import CALLS_AT_ONCE, EnvironmentConfig
 
 _START_SECONDS = 300.0
 """Maximum seconds until a process has imported the user's code."""
+_MOST_THREADS = 4096
+"""Maximum number of threads of a process. An agent has one during its whole trajectory."""
 _CHARACTERS = 16
 """Maximum characters of an observation that are kept, for each token of its limit."""
 
@@ -202,6 +204,11 @@ class EnvironmentPool:
                     self._ask(number, worker, {"do": "close", "trajectory": trajectory}, lambda _: None)
                 del worker.trajectories[trajectory]
 
+    @property
+    def _runs(self) -> bool:
+        """Whether the objects are agents."""
+        return self._described is not None and self._described["runs"]
+
     def close(self) -> None:
         """Kill all processes."""
         self._closed.set()
@@ -253,7 +260,7 @@ class EnvironmentPool:
             "path": sys.path,
             "reference": self._config.factory,
             "options": self._config.options,
-            "threads": self._config.threads,
+            "threads": self._config.threads or _MOST_THREADS,
             "form": self._form,
             "longest": _CHARACTERS * self._config.max_observation_tokens,
         }
@@ -266,7 +273,8 @@ class EnvironmentPool:
 
     def _dispatch(self, worker: _Worker) -> None:
         """Send waiting requests while the process has free threads. Their time limit begins now."""
-        while worker.ready and worker.waiting and len(worker.running) < self._config.threads:
+        most = self._config.threads or (_MOST_THREADS if self._runs else CALLS_AT_ONCE)
+        while worker.ready and worker.waiting and len(worker.running) < most:
             running = worker.running.values()
             if running and (worker.waiting[0].alone or any(request.alone for request in running)):
                 return

@@ -20,7 +20,7 @@ class EnvironmentConfig(Settings):
     factory: FunctionReference
     """`FILE.py:CLASS` or `package.module:CLASS`: a class, or a function that returns an object. Each trajectory
     gets an object of its own. An object has `reset`, and either `step` or public methods that the model calls as
-    tools."""
+    tools. Or it is an agent: it has `run`, which talks to the model as to OpenAI's API."""
     options: dict[str, Any] = Field(default={})
     """Keyword arguments of `factory`."""
     max_turns: PositiveInt | None = None
@@ -29,7 +29,8 @@ class EnvironmentConfig(Settings):
     """Maximum tokens of one turn of the model. A longer turn is cut, and goes to the environment as it is. null
     for no limit other than `generation.max_new_tokens`."""
     max_observation_tokens: PositiveInt = 2048
-    """Maximum tokens of the text that the environment adds after a turn. A longer text loses its end."""
+    """Maximum tokens of the text that the environment adds after a turn. A longer text loses its end. Agents write
+    their prompts themselves, and have no such limit."""
     tool_format: ToolFormat = "auto"
     """How the model writes tool calls: `hermes` (Qwen and many others), `llama3`, `mistral` or `gpt_oss`. `auto`
     finds it in the chat template."""
@@ -39,13 +40,14 @@ class EnvironmentConfig(Settings):
     training."""
     workers: PositiveInt = 2
     """Processes that hold the objects, for each data-parallel rank that generates."""
-    threads: PositiveInt = 16
-    """Maximum calls of objects that run at the same time in one of these processes."""
+    threads: PositiveInt | None = None
+    """Maximum calls of objects that run at the same time in one of these processes. null for 16; for agents, whose
+    only call is the whole trajectory, null is no limit."""
     timeout: PositiveFloat = 60.0
-    """Maximum seconds of one call of an object. After that, the process that holds the object is killed, and its
-    trajectories fail."""
+    """Maximum seconds of one call of an object; of an agent, from an answer of the model to its next request. After
+    that, the process that holds the object is killed, and its trajectories fail."""
     retries: int = Field(default=1, ge=0)
-    """How often a failed trajectory starts again from `reset`."""
+    """How often a failed trajectory starts again from its beginning."""
     on_error: Literal["fail", "skip"] = "fail"
     """If a trajectory still fails: end the run (`fail`), or leave it out of the loss and all means (`skip`)."""
 
@@ -59,6 +61,9 @@ def _read(value: Any, info: ValidationInfo) -> Any:
         f"{brief(value)} is not an environment; give FILE.py:CLASS, package.module:CLASS or a section"
     )
 
+
+CALLS_AT_ONCE = 16
+"""`environment.threads` of objects that are no agents, if it is null."""
 
 EnvironmentSetting = Annotated[EnvironmentConfig | None, BeforeValidator(_read)]
 """Setting `environment` of a recipe: a reference to a class, or a section. null for none."""

@@ -143,7 +143,7 @@ class Costs:
         is the `last` comparison. All ranks call this together.
         """
         self.compare_clocks()
-        lengths = list(self._prompts), list(self._answers), self._environment.times()
+        lengths = list(self._prompts), list(self._answers), self._environment.times(agents=self._agents)
         mine = (self.timer.reserved, read_memory(), *lengths)
         everyone = self._process.gather(mine)
         if self._process.rank != WRITER:

@@ -1,7 +1,9 @@
 """Seconds of a generate call whose rows wait for their environment, beside a simulation of every row."""
 
 import heapq
+import math
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -42,9 +44,11 @@ def measure_step(rows: int) -> float:
     return (longer - shorter) / 128
 
 
-def simulate(seconds: tuple[float, ...], turns: int, at_once: int, places: int) -> float:
-    """Seconds until every row has had its turns, if up to `places` rows share decode steps, and objects answer in
-    the order in which they were asked."""
+def simulate(
+    seconds: tuple[float, ...], turns: int, at_once: int, places: int, rows_at_once: int = ITEMS
+) -> float:
+    """Seconds until every row has had its turns, if up to `places` rows share decode steps, objects answer in the
+    order in which they were asked, and `rows_at_once` rows are under way."""
     draw = np.random.default_rng(7)
     known = np.array([1, 2, 4, 8, 16, 32, 64])
     step_seconds = [measure_step(rows) for rows in known]
@@ -61,13 +65,17 @@ def simulate(seconds: tuple[float, ...], turns: int, at_once: int, places: int) 
         heapq.heappush(free, end := begin + draw.choice(seconds))
         heapq.heappush(back, (end, row))
 
-    for row in left:
+    begun = iter(left)
+    for row in islice(begun, rows_at_once):
         ask(row)
     while running or back:
         while back and (back[0][0] <= clock or not running):
             at, row = heapq.heappop(back)
             clock = max(clock, at)
-            waiting += [row] if left[row] else []
+            if left[row]:
+                waiting.append(row)
+            elif (another := next(begun, None)) is not None:
+                ask(another)
             while waiting and len(running) < places:
                 running[row := waiting.pop(0)] = per_turn
                 left[row] -= 1
@@ -105,6 +113,16 @@ def test_predictions_are_close_to_a_simulation_of_every_row(case: str, where: Pl
     # The simulation knows no prefill.
     found = predicted.seconds - predicted.terms["compute"] - predicted.captures
     assert found == pytest.approx(simulate(seconds, turns, at_once, places), rel=0.2)
+
+
+@pytest.mark.parametrize("agents", [4, 16, 256])
+def test_a_limit_of_agents_at_a_time_is_predicted(agents: int) -> None:
+    times = EnvironmentTimes((0.05, 0.2), (8,), (GIVEN,), agents=True)
+    work = replace(STEP, environment=EnvironmentWork(times, math.inf, rows_at_once=agents))
+    predicted = predict(work)
+    places = split_generation(work.work(call("actor.generate")), ROOMY.strategy, cpu=False).cache.rows
+    found = predicted.seconds - predicted.terms["compute"] - predicted.captures
+    assert found == pytest.approx(simulate((0.05, 0.2), 8, 1 << 10, places, agents), rel=0.2)
 
 
 def test_an_environment_that_takes_no_time_and_gives_nothing_changes_little() -> None:

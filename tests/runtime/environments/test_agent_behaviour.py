@@ -191,7 +191,17 @@ class Agent:
             self.answer(self.ask())
         return 10.0
 """
-PLAYS = ("repeat", "stop", "stop_at_the_end", "asynchronous", "streaming", "refused", "tokens", "late", "full")
+PLAYS = (
+    "repeat",
+    "stop",
+    "stop_at_the_end",
+    "asynchronous",
+    "streaming",
+    "refused",
+    "tokens",
+    "late",
+    "full",
+)
 FAULTS = {
     "raise": "raised KeyError: 'lost'",
     "exit": "ended its process (status 3)",
@@ -218,7 +228,12 @@ def write_recipe(world: World, directory: Path, cases: list[str], **environment:
         policy={"samples": 2, "kl": {"coef": 0.0}},
         generation__max_new_tokens=250,
         micro_batch_tokens=8192,
-        environment={"factory": f"{directory / 'agent.py'}:Agent", "workers": 1, "threads": 32, **environment},
+        environment={
+            "factory": f"{directory / 'agent.py'}:Agent",
+            "workers": 1,
+            "threads": 32,
+            **environment,
+        },
     )
     document = yaml.safe_load(file.read_text())
     del document["models"]["reward"]
@@ -252,7 +267,7 @@ def test_whatever_agents_do_only_what_they_saw_is_learnt(
 def test_the_same_under_two_stages(world: World, tmp_path: Path, stage: int) -> None:
     alone, parted = (write_recipe(world, tmp_path / name, list(PLAYS)) for name in ("alone", "parted"))
     entry = {"mesh": "0-1", "dp": 1, "tp": 1, "pp": stage}
-    calls = {name: entry for name in ("actor.generate", "actor.train")}
+    calls = dict.fromkeys(("actor.generate", "actor.train"), entry)
     calls["reward.function"] = {"mesh": "0-1", "dp": 2}
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump({"cluster": "1x2", "calls": calls}))
     document = yaml.safe_load(parted.read_text()) | {"cluster": "1x2", "plan": str(tmp_path / "plan.yaml")}

@@ -104,8 +104,12 @@ def _read_environment(value: Any, where: str) -> "EnvironmentTimes | None":
 
     if value is None:
         return None
-    if not isinstance(value, dict) or value.keys() != {"seconds", "turns", "given"}:
+    fields = {"seconds", "turns", "given"}
+    if not isinstance(value, dict) or value.keys() - {"agents"} != fields:
         raise UserError(f"--lengths: {where} must have seconds, turns and given")
+    agents = value.get("agents", False)
+    if not isinstance(agents, bool):
+        raise UserError(f"--lengths: {where}.agents must be true or false")
     seconds = value["seconds"]
     fine = isinstance(seconds, list) and all(
         type(one) in (int, float) and 0 <= one < math.inf for one in seconds
@@ -116,7 +120,7 @@ def _read_environment(value: Any, where: str) -> "EnvironmentTimes | None":
     given = _check_numbers(value["given"], f"{where}.given")
     if turns is None or given is None or 0 in turns:
         raise UserError(f"--lengths: {where}: turns and given must not be empty, and turns are at least 1")
-    return EnvironmentTimes(tuple(map(float, seconds)), turns, given)
+    return EnvironmentTimes(tuple(map(float, seconds)), turns, given, agents)
 
 
 def _check_numbers(value: object, where: str, of: str = "tokens") -> Lengths:

@@ -58,7 +58,10 @@ def split_decode_steps(
     lengths = tokens[:, None] if steps is None else np.sort(steps, axis=0)
     count = len(lengths)
     together = sizes.rows / sizes.prompts
-    most = sizes.cache.rows
+    most: Real = sizes.cache.rows
+    if work.environment is not None:
+        # Of the trajectories that are under way, this many are decoded.
+        most = np.minimum(most, np.maximum(1.0, work.environment.rows_at_once * active))
     mean = lengths.mean(axis=0)
     # Mean answer tokens in the cache over all decode steps: an answer of n tokens contributes 0 + 1 + ... + n - 1.
     own = (tokens * (tokens - 1)).mean() / (2 * tokens.mean())
@@ -174,7 +177,8 @@ def _cost_turns(context: CallContext, sizes: GenerationWork) -> dict[str, Floats
     spread = np.hypot(before / sampled.mean() * sampled.std() / environment.turns**0.5, environment.deviation)
     passed = np.arange(1, np.ceil(environment.turns) + 1)[:, None]
     apart = np.minimum(1.0, spread / cycle / _EVEN * passed**0.5).mean(axis=0)
-    apart = np.where(sizes.rows > np.minimum(sizes.cache.rows, environment.at_once), 1.0, apart)
+    together = np.minimum(sizes.cache.rows, min(environment.at_once, environment.rows_at_once))
+    apart = np.where(sizes.rows > together, 1.0, apart)
     added = apart * added_apart + (1 - apart) * environment.waits.mean()
     # Nothing hides the first answers, which all rows wait for, and the last answer.
     split = {**alone, "environment": np.maximum(added, 2 * environment.seconds)}

@@ -1,5 +1,6 @@
 """How an environment takes part in the trajectories of a generate call."""
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,11 +17,14 @@ class EnvironmentTimes:
     """What a run has measured of its environment, or what a file states. All are samples of distributions."""
 
     seconds: tuple[float, ...]
-    """Seconds that an object takes to answer, at `reset` and after each turn."""
+    """Seconds that an object takes to answer, at `reset` and after each turn; or that an agent takes before each
+    request, and after the last answer."""
     turns: tuple[int, ...]
     """Turns of the model in a trajectory."""
     given: tuple[int, ...]
     """Tokens that the environment and the chat template add to a trajectory."""
+    agents: bool = False
+    """Whether the objects are agents, each of which runs during the whole trajectory."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +32,10 @@ class EnvironmentWork:
     """The environment of a generate call."""
 
     times: EnvironmentTimes
-    at_once: int
+    at_once: float
     """Number of objects of a data-parallel rank that may answer at the same time."""
+    rows_at_once: float = math.inf
+    """Number of trajectories of a data-parallel rank that may be under way at the same time."""
 
     @property
     def turns(self) -> float:

@@ -1,5 +1,6 @@
 """Workload of a step: the number of items, and the distribution of their lengths."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +13,7 @@ from realrl.families.sizes import count_block_weights, count_layer_weights
 from realrl.layout.kv_blocks import BLOCK_TOKENS, count_blocks, count_prompt_blocks
 from realrl.planner.workload.environment import EnvironmentTimes, EnvironmentWork
 from realrl.program.arrays import Real
+from realrl.recipe.environment import CALLS_AT_ONCE
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.forms import FORMS
 from realrl.recipe.generation import GenerationConfig
@@ -252,7 +254,10 @@ def _environment_work(experiment: Experiment, times: EnvironmentTimes | None) ->
     config = experiment.environment_config
     if config is None or times is None:
         return None
-    return EnvironmentWork(times, config.workers * config.threads)
+    if times.agents:
+        agents = math.inf if config.threads is None else config.workers * config.threads
+        return EnvironmentWork(times, math.inf, rows_at_once=agents)
+    return EnvironmentWork(times, config.workers * (config.threads or CALLS_AT_ONCE))
 
 
 def quantiles(lengths: Iterable[_Number]) -> tuple[_Number, ...]:

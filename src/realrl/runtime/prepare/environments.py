@@ -48,11 +48,14 @@ class Measures:
         self.turns += other.turns
         self.given += other.given
 
-    def times(self) -> EnvironmentTimes | None:
-        """Return samples of the distributions; None if nothing has been measured."""
+    def times(self, *, agents: bool) -> EnvironmentTimes | None:
+        """Return samples of the distributions; None if nothing has been measured. `agents`: whether they are of
+        agents."""
         if not self.seconds or not self.turns:
             return None
-        return EnvironmentTimes(quantiles(self.seconds), quantiles(self.turns), quantiles(self.given))
+        return EnvironmentTimes(
+            quantiles(self.seconds), quantiles(self.turns), quantiles(self.given), agents=agents
+        )
 
 
 class Environments:
