@@ -247,7 +247,7 @@ class PPO(Algorithm):
         tool_format: Literal['auto', 'hermes', 'llama3', 'mistral', 'gpt_oss'] = ...,
         earlier_turns: Literal['refuse', 'keep'] = ...,
         workers: int = ...,
-        threads: int = ...,
+        threads: int | None = ...,
         timeout: float = ...,
         retries: int = ...,
         on_error: Literal['fail', 'skip'] = ...,
@@ -306,7 +306,7 @@ class PPO(Algorithm):
         workers: Processes that hold the objects, for each data-parallel rank that generates
         threads: Maximum calls of objects that run at the same time in one of these processes
         timeout: Maximum seconds of one call of an object
-        retries: How often a failed trajectory starts again from `reset`
+        retries: How often a failed trajectory starts again from its beginning
         on_error: If a trajectory still fails
         ref_ema: After each step, move the reference this fraction of the way to the actor
         ref_every: Move the reference only once in this many steps
@@ -365,7 +365,7 @@ class GRPO(Algorithm):
         tool_format: Literal['auto', 'hermes', 'llama3', 'mistral', 'gpt_oss'] = ...,
         earlier_turns: Literal['refuse', 'keep'] = ...,
         workers: int = ...,
-        threads: int = ...,
+        threads: int | None = ...,
         timeout: float = ...,
         retries: int = ...,
         on_error: Literal['fail', 'skip'] = ...,
@@ -425,7 +425,7 @@ class GRPO(Algorithm):
         workers: Processes that hold the objects, for each data-parallel rank that generates
         threads: Maximum calls of objects that run at the same time in one of these processes
         timeout: Maximum seconds of one call of an object
-        retries: How often a failed trajectory starts again from `reset`
+        retries: How often a failed trajectory starts again from its beginning
         on_error: If a trajectory still fails
         ref_ema: After each step, move the reference this fraction of the way to the actor
         ref_every: Move the reference only once in this many steps
@@ -486,7 +486,7 @@ class DrGRPO(Algorithm):
         tool_format: Literal['auto', 'hermes', 'llama3', 'mistral', 'gpt_oss'] = ...,
         earlier_turns: Literal['refuse', 'keep'] = ...,
         workers: int = ...,
-        threads: int = ...,
+        threads: int | None = ...,
         timeout: float = ...,
         retries: int = ...,
         on_error: Literal['fail', 'skip'] = ...,
@@ -546,7 +546,7 @@ class DrGRPO(Algorithm):
         workers: Processes that hold the objects, for each data-parallel rank that generates
         threads: Maximum calls of objects that run at the same time in one of these processes
         timeout: Maximum seconds of one call of an object
-        retries: How often a failed trajectory starts again from `reset`
+        retries: How often a failed trajectory starts again from its beginning
         on_error: If a trajectory still fails
         ref_ema: After each step, move the reference this fraction of the way to the actor
         ref_every: Move the reference only once in this many steps
@@ -607,7 +607,7 @@ class DAPO(Algorithm):
         tool_format: Literal['auto', 'hermes', 'llama3', 'mistral', 'gpt_oss'] = ...,
         earlier_turns: Literal['refuse', 'keep'] = ...,
         workers: int = ...,
-        threads: int = ...,
+        threads: int | None = ...,
         timeout: float = ...,
         retries: int = ...,
         on_error: Literal['fail', 'skip'] = ...,
@@ -667,7 +667,7 @@ class DAPO(Algorithm):
         workers: Processes that hold the objects, for each data-parallel rank that generates
         threads: Maximum calls of objects that run at the same time in one of these processes
         timeout: Maximum seconds of one call of an object
-        retries: How often a failed trajectory starts again from `reset`
+        retries: How often a failed trajectory starts again from its beginning
         on_error: If a trajectory still fails
         ref_ema: After each step, move the reference this fraction of the way to the actor
         ref_every: Move the reference only once in this many steps
@@ -728,7 +728,7 @@ class GSPO(Algorithm):
         tool_format: Literal['auto', 'hermes', 'llama3', 'mistral', 'gpt_oss'] = ...,
         earlier_turns: Literal['refuse', 'keep'] = ...,
         workers: int = ...,
-        threads: int = ...,
+        threads: int | None = ...,
         timeout: float = ...,
         retries: int = ...,
         on_error: Literal['fail', 'skip'] = ...,
@@ -788,7 +788,7 @@ class GSPO(Algorithm):
         workers: Processes that hold the objects, for each data-parallel rank that generates
         threads: Maximum calls of objects that run at the same time in one of these processes
         timeout: Maximum seconds of one call of an object
-        retries: How often a failed trajectory starts again from `reset`
+        retries: How often a failed trajectory starts again from its beginning
         on_error: If a trajectory still fails
         ref_ema: After each step, move the reference this fraction of the way to the actor
         ref_every: Move the reference only once in this many steps
@@ -849,7 +849,7 @@ class RLOO(Algorithm):
         tool_format: Literal['auto', 'hermes', 'llama3', 'mistral', 'gpt_oss'] = ...,
         earlier_turns: Literal['refuse', 'keep'] = ...,
         workers: int = ...,
-        threads: int = ...,
+        threads: int | None = ...,
         timeout: float = ...,
         retries: int = ...,
         on_error: Literal['fail', 'skip'] = ...,
@@ -909,7 +909,7 @@ class RLOO(Algorithm):
         workers: Processes that hold the objects, for each data-parallel rank that generates
         threads: Maximum calls of objects that run at the same time in one of these processes
         timeout: Maximum seconds of one call of an object
-        retries: How often a failed trajectory starts again from `reset`
+        retries: How often a failed trajectory starts again from its beginning
         on_error: If a trajectory still fails
         ref_ema: After each step, move the reference this fraction of the way to the actor
         ref_every: Move the reference only once in this many steps
@@ -970,7 +970,7 @@ class ReinforcePP(Algorithm):
         tool_format: Literal['auto', 'hermes', 'llama3', 'mistral', 'gpt_oss'] = ...,
         earlier_turns: Literal['refuse', 'keep'] = ...,
         workers: int = ...,
-        threads: int = ...,
+        threads: int | None = ...,
         timeout: float = ...,
         retries: int = ...,
         on_error: Literal['fail', 'skip'] = ...,
@@ -1030,7 +1030,7 @@ class ReinforcePP(Algorithm):
         workers: Processes that hold the objects, for each data-parallel rank that generates
         threads: Maximum calls of objects that run at the same time in one of these processes
         timeout: Maximum seconds of one call of an object
-        retries: How often a failed trajectory starts again from `reset`
+        retries: How often a failed trajectory starts again from its beginning
         on_error: If a trajectory still fails
         ref_ema: After each step, move the reference this fraction of the way to the actor
         ref_every: Move the reference only once in this many steps
@@ -1091,7 +1091,7 @@ class ReinforcePPBaseline(Algorithm):
         tool_format: Literal['auto', 'hermes', 'llama3', 'mistral', 'gpt_oss'] = ...,
         earlier_turns: Literal['refuse', 'keep'] = ...,
         workers: int = ...,
-        threads: int = ...,
+        threads: int | None = ...,
         timeout: float = ...,
         retries: int = ...,
         on_error: Literal['fail', 'skip'] = ...,
@@ -1151,7 +1151,7 @@ class ReinforcePPBaseline(Algorithm):
         workers: Processes that hold the objects, for each data-parallel rank that generates
         threads: Maximum calls of objects that run at the same time in one of these processes
         timeout: Maximum seconds of one call of an object
-        retries: How often a failed trajectory starts again from `reset`
+        retries: How often a failed trajectory starts again from its beginning
         on_error: If a trajectory still fails
         ref_ema: After each step, move the reference this fraction of the way to the actor
         ref_every: Move the reference only once in this many steps
@@ -1212,7 +1212,7 @@ class ReMax(Algorithm):
         tool_format: Literal['auto', 'hermes', 'llama3', 'mistral', 'gpt_oss'] = ...,
         earlier_turns: Literal['refuse', 'keep'] = ...,
         workers: int = ...,
-        threads: int = ...,
+        threads: int | None = ...,
         timeout: float = ...,
         retries: int = ...,
         on_error: Literal['fail', 'skip'] = ...,
@@ -1272,7 +1272,7 @@ class ReMax(Algorithm):
         workers: Processes that hold the objects, for each data-parallel rank that generates
         threads: Maximum calls of objects that run at the same time in one of these processes
         timeout: Maximum seconds of one call of an object
-        retries: How often a failed trajectory starts again from `reset`
+        retries: How often a failed trajectory starts again from its beginning
         on_error: If a trajectory still fails
         ref_ema: After each step, move the reference this fraction of the way to the actor
         ref_every: Move the reference only once in this many steps
@@ -1679,7 +1679,7 @@ class ExpertIteration(Algorithm):
         tool_format: Literal['auto', 'hermes', 'llama3', 'mistral', 'gpt_oss'] = ...,
         earlier_turns: Literal['refuse', 'keep'] = ...,
         workers: int = ...,
-        threads: int = ...,
+        threads: int | None = ...,
         timeout: float = ...,
         retries: int = ...,
         on_error: Literal['fail', 'skip'] = ...,
@@ -1725,7 +1725,7 @@ class ExpertIteration(Algorithm):
         workers: Processes that hold the objects, for each data-parallel rank that generates
         threads: Maximum calls of objects that run at the same time in one of these processes
         timeout: Maximum seconds of one call of an object
-        retries: How often a failed trajectory starts again from `reset`
+        retries: How often a failed trajectory starts again from its beginning
         on_error: If a trajectory still fails
         samples: Answers sampled for each prompt
         keep: Learn at most this many answers of each group: the answers with the highest scores

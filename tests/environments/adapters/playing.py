@@ -11,12 +11,13 @@ from typing import Any
 from realrl.environments.objects import Actor, Factory
 from realrl.environments.reply import Reply
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "environments.md"
+DOCUMENTS = Path(__file__).parents[3] / "docs"
 
 
-def read_example(name: str) -> str:
-    """The code block of docs/environments.md that defines the class or function `name`."""
-    blocks = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text(), re.DOTALL | re.MULTILINE)
+def read_example(name: str, document: str = "environments.md") -> str:
+    """The code block of a document that defines the class or function `name`."""
+    text = (DOCUMENTS / document).read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     (found,) = (block for block in blocks if re.search(rf"^(class|def) {name}\b", block, re.MULTILINE))
     return str(found)
 
