@@ -119,6 +119,31 @@ class Game:
 
     async def step(self, text):
         return "warmer", 0.5, text == "end"
+
+
+class Agent:
+    def run(self, base_url, question, **options):
+        pass
+
+
+class Deaf:
+    def run(self, question):
+        pass
+
+
+class Opened(Game):
+    left = 0
+
+    def __init__(self):
+        Opened.left += 1
+
+    async def close(self):
+        Opened.left -= 1
+
+
+class HalfOpened(Game):
+    def close(self):
+        self.session.close()  # which reset opens
 '''
 
 
@@ -144,7 +169,23 @@ def test_public_methods_are_tools_with_schemas(factory: Callable[..., Factory]) 
     assert tool["function"]["parameters"]["properties"]["number"]["type"] == "integer"
     assert described["takes_all"] and described["required"] == ["question"]
     game = factory("Game").describe()
-    assert game == {"tools": None, "named": ["word", "seed"], "takes_all": False, "required": ["word"]}
+    assert game == {
+        "runs": False, "tools": None, "named": ["word", "seed"], "takes_all": False, "required": ["word"],
+    }  # fmt: skip
+
+
+def test_an_agent_needs_the_columns_that_run_names(factory: Callable[..., Factory]) -> None:
+    agent = factory("Agent").describe()
+    assert agent["runs"] and agent["tools"] is None
+    assert agent["takes_all"] and agent["required"] == ["question"]
+
+
+def test_the_object_that_is_only_described_is_closed(factory: Callable[..., Factory]) -> None:
+    opened = factory("Opened")
+    opened.describe()
+    made = opened.make({})
+    assert type(made).left == 1
+    assert factory("HalfOpened").describe()["tools"] is None
 
 
 def test_a_class_with_reset_gets_its_record_there_alone(factory: Callable[..., Factory]) -> None:
@@ -158,7 +199,8 @@ def test_a_class_with_reset_gets_its_record_there_alone(factory: Callable[..., F
     ("name", "message"),
     [
         ("Undocumented", "the method subtract cannot be offered as a tool"),
-        ("NoReset", "NoReset has no method reset"),
+        ("NoReset", "NoReset has neither reset nor run"),
+        ("Deaf", "run of Deaf needs the argument base_url, the address of the model"),
         ("Nothing", "Nothing has neither step nor public methods to call as tools"),
         ("Missing", "has no Missing"),
         ("CODE", "has no CODE"),

@@ -65,6 +65,7 @@ class ScriptedEngine:
         self.options: list[SamplingOptions] = []
         self.piece_tokens = 1
         self.endless = self.closed = False
+        self.problem: str | None = None
         self.error: str | None = None
         self.error_after = 0
         self.cancelled: set[int] = set()

@@ -209,6 +209,11 @@ def test_routes_and_health(web: TestClient, app: Any) -> None:
     assert answer.headers["www-authenticate"] == "Bearer"
 
 
+def test_a_server_whose_engine_has_failed_is_not_healthy(web: TestClient, engine: Any) -> None:
+    engine.problem = "the engine has failed: out of memory"
+    assert refused(web.get("/health"), 503)["message"] == engine.problem
+
+
 def test_a_server_without_a_token_refuses_pages_in_browsers(engine: Any, tokenizer: Any, writer: Any) -> None:
     with TestClient(make_app(engine, tokenizer, writer, token=None)) as client:
         assert client.post(TEXT, json={"prompt": "a"}).status_code == 200

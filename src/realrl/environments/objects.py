@@ -1,9 +1,11 @@
 """Objects of environments: how they are made, which methods the model may call, and how they answer."""
 
+import asyncio
 import copy
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 from realrl.config.errors import UserCodeError, UserError
@@ -69,6 +71,13 @@ class Factory:
             return {"runs": False, "tools": None, "named": [PROMPT], "takes_all": True, "required": []}
         with self._code.errors("raised:", function=self._make if inspect.isfunction(self._make) else None):
             made = self.make({})
+        close = getattr(made, "close", None)
+        if callable(close):
+            # It has not been started, so that closing it may fail.
+            with suppress(Exception):
+                closing = close()
+                if inspect.iscoroutine(closing):
+                    asyncio.run(closing)
         kind, starts = type(made).__name__, _find_start(made)
         if starts is None:
             raise UserError(f"{self.label}: {kind} has neither reset nor run")

@@ -67,7 +67,12 @@ def make_app(
         endpoint.close()
         engine.close()
 
-    health = Route("/health", _Guarded(_tell_health, None), methods=["GET"])
+    async def tell_health(request: Request, send: Send) -> None:
+        if engine.problem is not None:
+            raise RefusedError(engine.problem, status=503, code="engine_error")
+        await _send_json({"status": "ok"}, request, send)
+
+    health = Route("/health", _Guarded(tell_health, None), methods=["GET"])
     return assemble_app([health, *endpoint.list_routes(token)], close)
 
 
@@ -457,10 +462,6 @@ _START = {
 
 async def _send_event(text: str, send: Send) -> None:
     await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True})
-
-
-async def _tell_health(request: Request, send: Send) -> None:
-    await _send_json({"status": "ok"}, request, send)
 
 
 def _refuse(error: RefusedError) -> Response:

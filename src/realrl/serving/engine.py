@@ -61,6 +61,10 @@ class Engine(Protocol):
     vocab_size: int
     """Number of tokens in the model's vocabulary; valid ids are smaller."""
 
+    @property
+    def problem(self) -> str | None:
+        """Why the engine takes no more requests; None if it works."""
+
     def submit(
         self, prompt: Sequence[int], options: SamplingOptions, receive: Callable[[Piece], None]
     ) -> int:

@@ -55,6 +55,11 @@ class LocalEngine:
         self._thread = threading.Thread(target=self._generate, name="engine", daemon=True)
         self._thread.start()
 
+    @property
+    def problem(self) -> str | None:
+        """See `Engine.problem`."""
+        return self._requests.problem
+
     def submit(
         self, prompt: Sequence[int], options: SamplingOptions, receive: Callable[[Piece], None]
     ) -> int:

@@ -85,6 +85,11 @@ class Requests:
         self._closed: str | None = None
         """Why no more requests are taken."""
 
+    @property
+    def problem(self) -> str | None:
+        """See `Engine.problem`."""
+        return self._closed
+
     def submit(
         self, prompt: Sequence[int], options: SamplingOptions, receive: Callable[[Piece], None]
     ) -> int:

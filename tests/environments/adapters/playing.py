@@ -11,13 +11,12 @@ from typing import Any
 from realrl.environments.objects import Actor, Factory
 from realrl.environments.reply import Reply
 
-DOCUMENTS = Path(__file__).parents[3] / "docs"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "environments.md"
 
 
-def read_example(name: str, document: str = "environments.md") -> str:
+def read_example(name: str, document: Path = DOCUMENT) -> str:
     """The code block of a document that defines the class or function `name`."""
-    text = (DOCUMENTS / document).read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```python\n(.*?)^```$", document.read_text(), re.DOTALL | re.MULTILINE)
     (found,) = (block for block in blocks if re.search(rf"^(class|def) {name}\b", block, re.MULTILINE))
     return str(found)
 

@@ -9,7 +9,7 @@ import yaml
 
 from realrl.cli.app import run_app
 from tests.conftest import World, read_metrics, write_jsonl
-from tests.environments.adapters.playing import read_example
+from tests.environments.adapters.playing import DOCUMENT, read_example
 from tests.runtime.environments.test_agents import TEMPLATE
 
 TASKS = """
@@ -40,7 +40,7 @@ def train(
     world: World, directory: Path, name: str, records: list[dict[str, object]], **options: str
 ) -> dict[str, float]:
     """The metrics of a step with the agent `name`, which plays once for each record and sample."""
-    (directory / "agent.py").write_text(read_example(name, "agents.md"))
+    (directory / "agent.py").write_text(read_example(name, DOCUMENT.with_name("agents.md")))
     file = world.recipe(
         "grpo",
         directory,

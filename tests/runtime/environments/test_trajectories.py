@@ -17,7 +17,7 @@ from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
 from realrl.testing.ranks import run_on_ranks, sampled
 from realrl.testing.shrink import SHAPE
-from tests.conftest import EVERY_RUN, World, read_metrics, thin
+from tests.conftest import EVERY_RUN, World, read_metrics, thin, write_jsonl
 from tests.model.small_models import SHAPES
 
 GAME = """
@@ -120,6 +120,29 @@ def test_trajectories_and_learning_are_the_same_under_every_plan(
             for metric in ("actor.train/loss", "actor.train/grad_norm", "actor.generate/environment_reward"):
                 if metric in reference:
                     assert step[metric] == pytest.approx(reference[metric], rel=TOLERANCE, abs=1e-6), where
+
+
+def test_masks_fit_and_no_trajectory_is_longer_than_its_limit(alone: Mapping[str, Path]) -> None:
+    """Also not those that were evicted from the small cache of these runs, and prefilled again."""
+    for preset, file in alone.items():
+        tokens = sampled(file)
+        rows = [name for name in tokens if not name.endswith((" prompt", " mask"))]
+        assert rows, preset
+        for name in rows:
+            for row, mask, prompt in zip(
+                *(tokens[key] for key in (name, f"{name} mask", f"{name} prompt")), strict=True
+            ):
+                assert len(mask) == len(row) <= prompt[0] + 200, (preset, name)
+                assert not any(mask[: prompt[0]]), (preset, name)
+
+
+def test_equal_prompts_get_different_samples_on_every_rank(world: World, tmp_path: Path) -> None:
+    changes = {"data__train": write_jsonl(tmp_path / "same.jsonl", [{"prompt": "the film"}] * 16)}
+    file = recipe(world, tmp_path / "same", "grpo", size=2, training__steps=1, **changes)
+    run_on_ranks(2, [file])
+    tokens = sampled(file)
+    turns = {tuple(tokens[f"0/{i}"][0][:20]) for i in range(8 * 4)}
+    assert len(turns) == 8 * 4
 
 
 def test_a_run_measures_its_environment(alone: Mapping[str, Path]) -> None:

@@ -77,6 +77,7 @@ class Conversation:
         """Whether the model itself ended its last turn."""
         self.limit = ""
         """Code of the limit at which a request was refused; empty if there was none."""
+        self.problem = None
         self.first_seconds = math.nan
         """When the first request arrived."""
         self.seconds: list[float] = []
