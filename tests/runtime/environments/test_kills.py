@@ -1,5 +1,7 @@
 """A run that is killed inside a call of its environment resumes bit for bit, if it is exact."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,15 @@ import yaml
 from safetensors.torch import load_file
 
 from tests.conftest import World, read_metrics, thin
+from tests.runtime.environments.test_agents import TEMPLATE
 from tests.runtime.processes import end, start
 
 GAME = """
+import json
 import os
 import signal
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 HERE = Path(__file__).parent
 KILL = HERE / "kill"
@@ -40,6 +45,26 @@ class Game:
         if KILL.exists() and KILL.read_text().split()[0] == name and calls > int(KILL.read_text().split()[1]):
             KILL.unlink()
             os.kill(os.getppid(), signal.SIGKILL)
+
+
+class Agent(Game):
+    '''The same as an agent.'''
+
+    reset = step = None
+
+    def run(self, base_url, api_key, model, seed, prompt):
+        self.seed, reward = seed, 0.0
+        self.call("begin")
+        messages = [{"role": "user", "content": prompt}]
+        for turn in range(1, 3 + seed % 3):
+            body = json.dumps({"model": model, "messages": messages, "max_tokens": 6}).encode()
+            headers = {"Authorization": f"Bearer {api_key}"}
+            answer = json.load(urlopen(Request(f"{base_url}/chat/completions", body, headers)))
+            message = answer["choices"][0]["message"]
+            messages += [message, {"role": "user", "content": f" turn {turn}"}]
+            reward += len(message["content"] or "") % 5
+            self.call(str(turn))
+        return reward
 """
 STEPS = 3
 SETTINGS: dict[str, Any] = {
@@ -47,16 +72,17 @@ SETTINGS: dict[str, Any] = {
     "data__batch": 4,
     "training__steps": STEPS,
     "checkpoint__every": 1,
-    "generation__max_new_tokens": 80,
+    "generation__max_new_tokens": 120,
+    "data__chat_template": TEMPLATE,
     "policy": {"samples": 3, "kl": {"coef": 0.0}},
     "models__actor__optimizer": {"lr": 1e-3},
 }
 
 
-def write(world: World, directory: Path) -> Path:
+def write(world: World, directory: Path, kind: str) -> Path:
     directory.mkdir(parents=True)
     (directory / "game.py").write_text(GAME)
-    environment = {"factory": f"{directory / 'game.py'}:Game", "max_turn_tokens": 6, "workers": 2}
+    environment = {"factory": f"{directory / 'game.py'}:{kind}", "max_turn_tokens": 6, "workers": 2}
     file = world.recipe("grpo", directory, environment=environment, **SETTINGS)
     document = yaml.safe_load(file.read_text())
     del document["models"]["reward"]
@@ -83,23 +109,32 @@ def learnt(file: Path) -> tuple[dict[str, torch.Tensor], list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def whole(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(world: World, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The recipe of a run that nobody kills; it has made about as many calls in each step."""
-    file = write(world, tmp_path_factory.mktemp("kills") / "whole")
-    assert train(file) == 0
-    return file
+    directory = tmp_path_factory.mktemp("kills")
+
+    @cache
+    def run(kind: str) -> Path:
+        file = write(world, directory / kind, kind)
+        assert train(file) == 0
+        return file
+
+    return run
 
 
-@pytest.mark.parametrize("call", thin(["1", "reset", "3"], 3))
+CASES = [("Game", "1"), ("Game", "reset"), ("Game", "3"), ("Agent", "1"), ("Agent", "begin"), ("Agent", "3")]
+
+
+@pytest.mark.parametrize(("kind", "call"), thin(CASES, 3))
 def test_a_run_that_is_killed_in_a_call_continues_bit_for_bit(
-    world: World, whole: Path, tmp_path: Path, call: str
+    world: World, whole: Callable[[str], Path], tmp_path: Path, kind: str, call: str
 ) -> None:
-    file = write(world, tmp_path / "killed")
-    calls = len((whole.parent / "calls").read_text().splitlines())
+    file, undisturbed = write(world, tmp_path / "killed", kind), whole(kind)
+    calls = len((undisturbed.parent / "calls").read_text().splitlines())
     (file.parent / "kill").write_text(f"{call} {calls // 2}")
     assert train(file) == 0, "the launcher starts the killed rank again"
     assert not (file.parent / "kill").exists()
     weights, steps = learnt(file)
-    expected, steps_of_whole = learnt(whole)
+    expected, steps_of_whole = learnt(undisturbed)
     assert len(steps) == STEPS and steps == steps_of_whole
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
