@@ -13,12 +13,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from realrl.families.shape import Mixture
-from realrl.recipe.graphs import build_graph
-from realrl.recipe.load import load_experiment
 from realrl.testing.ranks import run_on_ranks, sampled
 from realrl.testing.shrink import SHAPE
 from tests.conftest import EVERY_RUN, World, read_metrics, thin, write_jsonl
 from tests.model.small_models import SHAPES
+from tests.runtime.strategies import use_strategy
 
 GAME = """
 class Game:
@@ -79,15 +78,7 @@ def recipe(
         del document["models"]["actor"]["path"]
         document["models"]["actor"]["tokenizer"] = world.tokenizer
     file.write_text(yaml.safe_dump(document))
-    if " " in plan:
-        dp, tp, pp = (int(part[1:]) for part in plan.split())
-        entry = {"mesh": f"0-{size - 1}", "dp": dp, "tp": tp, "pp": pp}
-        on_host = {"mesh": entry["mesh"], "dp": size}
-        graph = build_graph(load_experiment(str(file)))
-        calls = {call.name: on_host if call.is_function else entry for call in graph.calls}
-        plan = str(directory / "plan.yaml")
-        Path(plan).write_text(yaml.safe_dump({"cluster": f"1x{size}", "calls": calls}))
-    file.write_text(yaml.safe_dump(document | {"plan": plan}))
+    use_strategy(file, plan, size)
     return file.rename(directory / f"{directory.name}.yaml")
 
 
