@@ -17,6 +17,7 @@ SETTING = "environment"
 PROMPT = "prompt"
 """Argument of `reset` that gets the prompt of the record."""
 BASE_URL, API_KEY, MODEL = "base_url", "api_key", "model"
+CONNECTION = (BASE_URL, API_KEY, MODEL)
 """Arguments of an agent's `run` with which it reaches the model."""
 _RESERVED = ("reset", "close", "get_reward")
 """Public methods that are not tools."""
@@ -97,7 +98,7 @@ class Factory:
                 raise UserError(
                     f"{self.label}: run of {kind} needs the argument {BASE_URL}, the address of the model"
                 )
-            required = [name for name in required if name not in (BASE_URL, API_KEY, MODEL)]
+            required = [name for name in required if name not in CONNECTION]
         return {
             "runs": starts == "run",
             "tools": tools,

@@ -42,13 +42,14 @@ class Failure:
     """Why a request has no answer.
 
     `own` is false if another trajectory of the same process may be to blame. `suspect` says that this one may be,
-    too: its process ended while several calls ran.
+    too: its process ended while several calls ran. `raised`: whether the user's code raised an exception.
     """
 
     reason: str
     trace: str = ""
     own: bool = True
     suspect: bool = False
+    raised: bool = False
 
 
 Answer = Mapping[str, Any] | Failure
@@ -61,6 +62,9 @@ class _Request:
     alone: bool = False
     """Whether nothing else may run in the process meanwhile, so that it is clear who ends it."""
     due: float = 0.0
+    """When it must be answered; infinite while an agent waits for the model."""
+    left: float = 0.0
+    """Seconds that were left when the agent began to wait."""
 
 
 @dataclass(eq=False)
@@ -135,25 +139,28 @@ class EnvironmentPool:
     ) -> None:
         """Make an agent for a trajectory, and run it until the trajectory ends.
 
-        `connection`: further arguments of `run`, with which the agent reaches the model. The time limit counts only
-        while the agent does not wait for the model, see `hold`. `alone` as for `reset`.
+        `connection`: further arguments of `run`, with which the agent reaches the model. Its time limit does not
+        count while it waits for the model, see `hold`. `alone` as for `reset`.
         """
         self._begin(trajectory, record, {"do": "run", "connection": dict(connection)}, answer, alone)
 
     def hold(self, trajectory: int) -> None:
         """Stop the clock of an agent, which waits for the model."""
-        self._set_due(trajectory, math.inf)
-
-    def release(self, trajectory: int) -> None:
-        """Start the time limit of an agent anew, which has its answer."""
-        self._set_due(trajectory, time.monotonic() + self._config.timeout)
-
-    def _set_due(self, trajectory: int, due: float) -> None:
         with self._lock:
-            worker = self._workers[self._place[trajectory]] if trajectory in self._place else None
-            for request in worker.running.values() if worker is not None else ():
-                if request.content.get("trajectory") == trajectory:
-                    request.due = due
+            for request in self._list_running(trajectory):
+                request.left, request.due = request.due - time.monotonic(), math.inf
+
+    def release(self, trajectory: int, *, anew: bool) -> None:
+        """Let the clock of an agent run again. `anew`: whether it has the whole time again, as after an answer."""
+        with self._lock:
+            for request in self._list_running(trajectory):
+                request.due = time.monotonic() + (self._config.timeout if anew else request.left)
+
+    def _list_running(self, trajectory: int) -> list[_Request]:
+        """List the requests about a trajectory that its process works on."""
+        worker = self._workers[self._place[trajectory]] if trajectory in self._place else None
+        running = worker.running.values() if worker is not None else ()
+        return [request for request in running if request.content.get("trajectory") == trajectory]
 
     def _begin(
         self,
@@ -236,7 +243,11 @@ class EnvironmentPool:
         self, number: int, worker: _Worker, content: dict[str, Any], answer: Callable[[Answer], None]
     ) -> None:
         alone = worker.trajectories.get(content.get("trajectory", -1), False)
-        worker.waiting.append(_Request({"id": next(self._numbers), **content}, answer, alone))
+        request = _Request({"id": next(self._numbers), **content}, answer, alone)
+        if content["do"] in ("end", "close"):
+            worker.waiting.appendleft(request)  # it frees an object
+        else:
+            worker.waiting.append(request)
         self._dispatch(worker)
 
     def _start(self, number: int) -> _Worker:
@@ -247,6 +258,8 @@ class EnvironmentPool:
             file = Path(self._directory.name, "objects")
             file.write_bytes(pack_objects(objects))
             environment[OBJECTS_VARIABLE] = str(file)
+        for name in ("NO_PROXY", "no_proxy"):  # agents reach the model on this machine
+            environment[name] = ",".join(filter(None, (environment.get(name), "127.0.0.1")))
         process = subprocess.Popen(
             [sys.executable, "-m", "realrl.environments.process"],
             env=environment,
@@ -308,7 +321,7 @@ class EnvironmentPool:
                 self._dispatch(worker)
             if request is not None:
                 failed = "error" in answer
-                request.answer(Failure(answer["error"], answer.get("trace", "")) if failed else answer)
+                request.answer(_read_failure(answer) if failed else answer)
         status = worker.process.wait()
         with self._lock:
             self._lose(number, worker, f"ended its process (status {status})")
@@ -327,10 +340,12 @@ class EnvironmentPool:
         worker.trajectories.clear()
         worker.outbox.put(None)
         worker.process.kill()
-        unclear = not late and len(running) > 1
+        # An agent that waits for the model does nothing.
+        active = [request for request in running if request.due < math.inf] or running
+        unclear = not late and len(active) > 1
         for request in (*running, *waiting):
-            own = not ready or (request in (late or running) and not unclear)
-            suspect = unclear and request in running
+            own = not ready or (request in (late or active) and not unclear)
+            suspect = unclear and request in active
             request.answer(Failure(reason if own or suspect else _LOST, own=own, suspect=suspect))
 
     def _watch(self) -> None:
@@ -347,6 +362,10 @@ class EnvironmentPool:
                         limit = self._config.timeout
                         reason = f"did not answer within {limit:g} s (environment.timeout)"
                         self._lose(number, worker, reason, late)
+
+
+def _read_failure(answer: Mapping[str, Any]) -> Failure:
+    return Failure(answer["error"], answer.get("trace", ""), raised="trace" in answer)
 
 
 def _is_json(value: Any) -> bool:

@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from realrl.config.errors import UserError
+from realrl.config.open_files import raise_limit_of_open_files
 from realrl.config.script_objects import load_objects
 from realrl.environments.objects import Actor, Factory
 from realrl.environments.reply import Reply, WrongReplyError
@@ -58,7 +59,7 @@ class _Server:
             answer["seconds"] = sum(spent)
         except (UserError, WrongReplyError) as error:
             answer["error"] = str(error)
-        except (Exception, SystemExit) as error:  # the user's code may raise anything
+        except BaseException as error:  # the user's code may raise anything
             answer |= self._factory.describe_error(error)
         self._write(answer)
 
@@ -123,6 +124,7 @@ def _time(method: Callable[[], Any]) -> tuple[Any, float]:
 
 def main() -> None:
     """Answer requests until standard input ends, which also happens when the parent process dies."""
+    raise_limit_of_open_files()  # objects may have connections
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     lock = threading.Lock()

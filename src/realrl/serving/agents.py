@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 from starlette.routing import Mount
 
+from realrl.config.open_files import raise_limit_of_open_files
 from realrl.environments.objects import API_KEY, BASE_URL, MODEL
 from realrl.serving.endpoint import Endpoint, EndpointLimits, Served, assemble_app
 from realrl.serving.listening import ApiServer, format_origin, open_socket
@@ -24,6 +25,7 @@ class AgentServer:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
         """Listen on a free port, and start the thread."""
+        raise_limit_of_open_files()  # every agent has a connection
         self._token = secrets.token_urlsafe(24)
         self._served: dict[int, Served] = {}
         """What answers the requests of each trajectory."""

@@ -9,7 +9,14 @@ import hmac
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from contextlib import (
+    AbstractContextManager,
+    aclosing,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -100,6 +107,8 @@ class Served:
     """Gets the prompt and the tokens of each answer, before the client does."""
     note_refusal: Callable[[RefusedError], None] = lambda error: None
     """Gets the error of a request that gets no answer."""
+    handle: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Returns a context in which a request is handled."""
 
 
 class Endpoint:
@@ -149,15 +158,16 @@ class Endpoint:
     async def sample(self, kind: type[SamplingBody], request: Request, send: Send) -> None:
         """Answer a request for samples. If the client closes the connection, the samples are cancelled."""
         served = self._find(request)
-        try:
-            body = kind.read(await _read_body(request, self._limits.body_bytes))
-            _check_model(body.model, served.engine)
-            count = self._count_samples(body)
-            with self._reserve(count):
-                await _run_while_connected(self._sample(served, body, request, send), request)
-        except RefusedError as error:
-            served.note_refusal(error)
-            raise
+        with served.handle():
+            try:
+                body = kind.read(await _read_body(request, self._limits.body_bytes))
+                _check_model(body.model, served.engine)
+                count = self._count_samples(body)
+                with self._reserve(count):
+                    await _run_while_connected(self._sample(served, body, request, send), request)
+            except RefusedError as error:
+                served.note_refusal(error)
+                raise
 
     async def _sample(self, served: Served, body: SamplingBody, request: Request, send: Send) -> None:
         work = await asyncio.get_running_loop().run_in_executor(self._encoding, self._prepare, served, body)

@@ -11,7 +11,7 @@ from realrl.environments.pool import Answer, Failure
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.stop_strings import StopStrings
 from realrl.runtime.prepare.environments import SEED, Environments
-from realrl.runtime.worker.agents import Conversation
+from realrl.runtime.worker.agents import AgentRequest, AgentRun
 from realrl.runtime.worker.leading import TurnSettings
 from realrl.serving.engine import Piece
 from realrl.testing.data_probes import ProbedData
@@ -28,23 +28,12 @@ class _Play:
     """A trajectory with made-up turns."""
 
     item: DataItem
-    number: int
-    conversation: Conversation
+    run: AgentRun
     ids: list[int] = field(default_factory=list)
     answers: list[tuple[int, int]] = field(default_factory=list)
     """Position of each turn of the model, and of the token after it."""
-    outcome: Answer | None = None
-    """What the agent returned, or how it failed."""
-
-    @property
-    def failure(self) -> Failure | None:
-        """How the agent failed; None if it ended, if need be at a limit."""
-        failed = self.outcome if isinstance(self.outcome, Failure) else None
-        return None if failed is not None and self.conversation.limit and self.answers else failed
-
-    @property
-    def total(self) -> float | None:
-        return None if self.outcome is None or isinstance(self.outcome, Failure) else self.outcome["total"]
+    reward: float | None = None
+    failure: Failure | None = None
 
 
 class AgentProber:
@@ -64,48 +53,35 @@ class AgentProber:
     def play(self, items: Sequence[DataItem]) -> list[_Play]:
         """Play a trajectory for each item, with the same turns and seeds each time."""
         arrived: queue.SimpleQueue[tuple[int, Answer | None]] = queue.SimpleQueue()
-        plays = [self._start(i, item, arrived) for i, item in enumerate(items)]
+        most = min(self._environments.config.max_turns or TURNS, TURNS)
+        plays: dict[int, _Play] = {}
+        for item in items:
+            record = self._environments.make_record(item.further, (self._seed, 0, item.record))
+            run = AgentRun(
+                self._environments,
+                record,
+                self._settings,
+                lambda number, answer: arrived.put((number, answer)),
+                max_turns=most,
+            )
+            plays[run.number] = _Play(item, run)
         left = len(plays)
         while left:
-            i, answer = arrived.get()
-            if answer is None:
-                self._answer(i, plays[i])
-            else:
-                plays[i].outcome = answer
-                plays[i].conversation.close()
-                self._environments.agent_model.drop(plays[i].number)
-                self._environments.pool.drop(plays[i].number, close=isinstance(answer, Failure))
+            number, answer = arrived.get()
+            play = plays[number]
+            following = play.run.receive(answer)
+            if isinstance(following, AgentRequest):
+                self._answer(play, following)
+            elif following is not None:
                 left -= 1
-        return plays
+                if isinstance(following, Failure):
+                    play.failure = following
+                else:
+                    play.reward = following.reward
+        return [*plays.values()]
 
-    def _start(
-        self, i: int, item: DataItem, arrived: "queue.SimpleQueue[tuple[int, Answer | None]]"
-    ) -> _Play:
-        environments = self._environments
-        number, model, pool = environments.new_number(), environments.agent_model, environments.pool
-        conversation = Conversation(
-            model,
-            self._settings,
-            min(environments.config.max_turns or TURNS, TURNS),
-            arrive=lambda: arrived.put((i, None)),
-            wait=lambda waits: (pool.hold if waits else pool.release)(number),
-        )
-        connection = model.open(
-            number,
-            conversation,
-            note_answer=conversation.note_answer,
-            note_refusal=conversation.note_refusal,
-        )
-        record = environments.make_record(item.further, (self._seed, 0, item.record))
-        pool.run(number, record, connection, lambda answer: arrived.put((i, answer)), alone=False)
-        return _Play(item, number, conversation)
-
-    def _answer(self, i: int, play: _Play) -> None:
-        request = play.conversation.take()
-        if request is None:
-            return
-        turn = self._turns[(i + request.turns) % len(self._turns)][: request.options.max_tokens]
-        del play.answers[request.turns :]
+    def _answer(self, play: _Play, request: AgentRequest) -> None:
+        turn = self._turns[len(play.answers) % len(self._turns)][: request.options.max_tokens]
         play.ids = [*request.prompt, *turn]
         play.answers.append((len(request.prompt), len(play.ids)))
         piece = Piece(
@@ -113,7 +89,7 @@ class AgentProber:
             logprobs=(0.0,) * len(turn),
             finish="stop" if turn[-1] in self._settings.stop_token_ids else "length",
         )
-        play.conversation.answer(request, piece)
+        play.run.conversation.answer(request, piece)
 
 
 def probe_agent(
@@ -155,17 +131,13 @@ def _check_plays(environments: Environments, plays: Sequence[_Play]) -> Finding:
     check = f"environment: {len(plays)} runs of the agent, with {turns} made-up answers"
     failed = [(play, play.failure) for play in plays if play.failure is not None]
     if failed:
-        play, failure = failed[0]
+        play, failure = next((pair for pair in failed if pair[1].own or pair[1].suspect), failed[0])
         text = f"the agent {failure.reason}, for {play.item.origin} after {len(play.answers)} answers"
         if environments.config.on_error == "skip":
             return Finding(check, notes=(text,))
         return Finding(check, text, "the model may write anything, and a run ends if the agent fails")
-    silent = [play for play in plays if not play.answers]
-    if silent:
-        text = f"the agent ended without a request, for {silent[0].item.origin}"
-        return Finding(check, text, "it must send its requests to base_url")
     notes = []
-    unrewarded = sum(play.total is None for play in plays)
+    unrewarded = sum(play.reward is None for play in plays)
     if unrewarded:
         notes.append(f"{unrewarded} of {len(plays)} runs give no reward")
     return Finding(check, notes=tuple(notes))
@@ -175,7 +147,7 @@ def _check_again(plays: Sequence[_Play], again: Sequence[_Play]) -> Finding:
     """Check that the same record, seed and answers give the same conversation and reward."""
     check = f"environment: the same conversations again ({len(plays)} runs)"
     for one, two in zip(plays, again, strict=True):
-        if (one.ids, one.total) != (two.ids, two.total):
+        if (one.ids, one.reward) != (two.ids, two.reward):
             text = f"a run for {one.item.origin} has another prompt or reward"
             return Finding(
                 check,
@@ -196,7 +168,7 @@ def _check_room(experiment: Experiment, environments: Environments, plays: Seque
         f"environment: of generation.max_new_tokens={limit}, first prompts take up to {first:,} tokens, whole"
         f" conversations with made-up answers up to {longest:,}"
     )
-    full = [play for play in plays if play.conversation.limit == "context_length_exceeded"]
+    full = [play for play in plays if play.run.is_full]
     if full:
         return Finding(check, notes=(f"{len(full)} of {len(plays)} runs end at this limit",))
     return Finding(check)

@@ -116,6 +116,7 @@ class DecodeRow:
 
     def rewind(self, length: int) -> None:
         """Drop the continuation after its first `length` tokens."""
+        assert length <= len(self.tokens), "the row never had these tokens"
         del self.tokens[length:], self.logprobs[length:]
         self.given = [(start, min(end, length)) for start, end in self.given if start < length]
         self.cached = min(self.cached, length)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, astuple
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -201,7 +201,12 @@ def _workload(scenario: Scenario) -> dict[str, Any]:
     workload, environment = scenario.workload, {}
     if workload.environment is not None:
         times = workload.environment.times
-        environment = {"environment": {name: _lengths(values) for name, values in asdict(times).items()}}
+        environment = {
+            "environment": {
+                "agents": times.agents,
+                **{name: _lengths(getattr(times, name)) for name in ("seconds", "turns", "given")},
+            }
+        }
     return {
         "items": workload.items,
         "tokens": workload.tokens(scenario.graph),

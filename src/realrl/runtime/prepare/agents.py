@@ -2,10 +2,11 @@
 
 import copy
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from realrl.config.errors import UserError
 from realrl.dataflow.call import Kind
@@ -18,6 +19,19 @@ from realrl.serving.refusal import RefusedError
 
 if TYPE_CHECKING:
     from realrl.serving.agents import AgentServer
+
+
+class AgentEngine(Engine, Protocol):
+    """The engine of one trajectory."""
+
+    def note_answer(self, prompt: Sequence[int], sampled: Sequence[int], finished: bool) -> None:
+        """Note the prompt and the tokens of an answer, before the agent gets it, and whether the model ended it."""
+
+    def note_refusal(self, error: RefusedError) -> None:
+        """Note that a request gets no answer."""
+
+    def handle(self) -> AbstractContextManager[None]:
+        """Return a context in which the server handles a request."""
 
 
 class AgentModel:
@@ -35,6 +49,7 @@ class AgentModel:
         """Name of the model in requests."""
         self.vocab_size = find_model_shape(experiment.model_configs[role]).vocab_size
         generation = experiment.spec.generation(experiment)
+        # The conversation, and the one before its last turn.
         self._stop, self._kept_tokens = generation.stop, 2 * (1 + generation.max_new_tokens)
         # The thread of the server must not share a tokenizer with others.
         self._tokenizer = copy.deepcopy(tokenizer)
@@ -48,29 +63,18 @@ class AgentModel:
         )
         self._noted: set[str] = set()
 
-    def open(
-        self,
-        trajectory: int,
-        engine: Engine,
-        *,
-        note_answer: Callable[[Sequence[int], Sequence[int], bool], None],
-        note_refusal: Callable[[RefusedError], None],
-    ) -> Mapping[str, str]:
+    def open(self, trajectory: int, engine: AgentEngine) -> Mapping[str, str]:
         """Answer the requests of a trajectory with an engine of its own. Returns the arguments for `run` of its
-        agent.
-
-        `note_answer` gets the prompt and the sampled tokens of each answer, and whether the model itself ended it.
-        `note_refusal` gets the error of each refused request.
-        """
+        agent."""
         from realrl.serving.endpoint import Served
 
         served = Served(
             engine,
-            # It holds the conversation, and the one before its last turn.
             self._writer.with_memory(ConversationMemory(self._kept_tokens)),
             self._stop,
-            lambda prompt, sampled: note_answer(prompt, sampled.tokens, sampled.finish != "length"),
-            note_refusal,
+            lambda prompt, sampled: engine.note_answer(prompt, sampled.tokens, sampled.finish != "length"),
+            engine.note_refusal,
+            engine.handle,
         )
         return self._server.open(trajectory, served)
 

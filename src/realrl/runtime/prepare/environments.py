@@ -12,14 +12,14 @@ from typing import Any
 from realrl.config.errors import UserError
 from realrl.data.turn_template import TurnTemplate
 from realrl.dataflow.call import Kind
-from realrl.environments.objects import PROMPT
+from realrl.environments.objects import CONNECTION, PROMPT
 from realrl.environments.pool import Answer, EnvironmentPool
 from realrl.environments.tool_calls import find_format
 from realrl.planner.workload.environment import EnvironmentTimes
 from realrl.planner.workload.workload import quantiles
 from realrl.recipe.environment import EnvironmentConfig
 from realrl.recipe.experiment import Experiment
-from realrl.runtime.prepare.agents import AgentModel
+from realrl.runtime.prepare.agents import AgentEngine, AgentModel
 from realrl.runtime.prepare.job import Job
 
 SEED = "seed"
@@ -112,8 +112,11 @@ class Environments:
         return self.pool.label
 
     def wants(self, name: str) -> bool:
-        """Return whether objects on this rank take the column `name` of the records in `reset`."""
-        return self.leads and (self._description["takes_all"] or name in self._description["named"])
+        """Return whether objects on this rank take the column `name` of the records in `reset` or `run`."""
+        return self.leads and self._takes(name) and not (self.runs and name in CONNECTION)
+
+    def _takes(self, name: str) -> bool:
+        return bool(self._description["takes_all"]) or name in self._description["named"]
 
     def check_fields(self, source: str, fields: Collection[str]) -> None:
         """Check that the records of a source have the columns that `reset` needs. Raises UserError if not."""
@@ -173,6 +176,23 @@ class Environments:
             for number, record in zip(numbers, records, strict=True)
         ]
         return [*zip(numbers, self.ask(resets), strict=True)]
+
+    def run_agent(
+        self,
+        number: int,
+        record: Mapping[str, Any],
+        conversation: AgentEngine,
+        answer: Callable[[Answer], None],
+        *,
+        alone: bool,
+    ) -> None:
+        """Start an agent for a record, see `make_record`, which talks to `conversation`.
+
+        `number`: see `new_number`. `answer` gets its end. `alone` as for `EnvironmentPool.run`.
+        """
+        connection = self.agent_model.open(number, conversation)
+        taken = {name: value for name, value in connection.items() if self._takes(name)}
+        self.pool.run(number, record, taken, answer, alone=alone)
 
     def new_number(self) -> int:
         """Return a number for a new object."""

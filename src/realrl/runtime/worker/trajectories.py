@@ -50,17 +50,19 @@ def begin_trajectories(
         else:
             objects = [ObjectTrajectory(record, origin) for record, origin in items]
             side = ObjectLeader(environments, objects, others, settings, advance)
-    return Trajectories(environments.config.max_turn_tokens, side, starts_empty=environments.runs)
+    return Trajectories(environments.config.max_turn_tokens, side, replaces_prompts=environments.runs)
 
 
 class Trajectories:
     """The environment of a generate call on one rank; see `engine.generation.turns.Turns`."""
 
-    def __init__(self, turn_tokens: int | None, side: Leader[Any] | Follower, *, starts_empty: bool) -> None:
+    def __init__(
+        self, turn_tokens: int | None, side: Leader[Any] | Follower, *, replaces_prompts: bool
+    ) -> None:
         """`turn_tokens` is the maximum number of tokens of a turn of the model; None for no limit."""
         self._turn_tokens = turn_tokens
-        self.starts_empty = starts_empty
-        """Whether rows begin without a prompt, because their first reply brings it."""
+        self.replaces_prompts = replaces_prompts
+        """Whether the first reply to a row brings its prompt. Until then, one token stands in for it."""
         self._side = side
         self._limits: dict[int, int] = {}
         """Maximum tokens of the current turn of rows, if an agent has given them."""

@@ -314,8 +314,8 @@ class Worker:
             sampling = method.sampling_of(evaluation=step.evaluation)
             turns = self._begin_trajectories(run, batch, sampling, now) if call.record_fields else None
             samples = store.samples
-            if turns is not None and turns.starts_empty:
-                # Agents write prompts of their own, which may differ. A token stands in for each.
+            if turns is not None and turns.replaces_prompts:
+                # Agents write prompts of their own, which may differ.
                 blank = Ragged.scalars(torch.zeros(len(batch), dtype=torch.int64))
                 batch, samples = batch.with_fields(**{method.prompts: blank}), 1
             try:
