@@ -1,12 +1,14 @@
 """Agents of all sorts: what they may do, what is refused, and how they fail."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
 from realrl.cli.app import run_app
 from realrl.testing.ranks import run_on_ranks, sampled
@@ -18,6 +20,7 @@ pytest.importorskip("openai")
 AGENT = """
 import asyncio
 import json
+import shutil
 import os
 import threading
 import time
@@ -362,3 +365,53 @@ def test_the_maximum_number_of_turns_ends_an_agent_with_its_reward(world: World,
     (metrics,) = read_metrics(tmp_path / "run")
     assert metrics["actor.generate/turns"] == 2.0
     assert metrics["actor.generate/environment_reward"] == 9.0
+
+
+FEW = """
+import json
+import shutil
+from urllib.request import Request, urlopen
+
+
+class Agent:
+    def run(self, base_url, api_key, model=None, answer=None):
+        assert model == "actor" and answer == "yes"
+        body = {"messages": [{"role": "user", "content": "Say something."}], "max_tokens": 4}
+        headers = {"Authorization": f"Bearer {api_key}"}
+        urlopen(Request(f"{base_url}/chat/completions", json.dumps(body).encode(), headers))
+        return 1.0
+
+
+class Fewer(Agent):
+    def run(self, base_url, api_key):
+        return super().run(base_url, api_key, "actor", "yes")
+"""
+
+
+@pytest.mark.parametrize("name", ["Agent", "Fewer"])
+def test_run_gets_what_it_names_and_no_proxy_is_asked(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    file = write_recipe(world, tmp_path, ["repeat"], factory=f"{tmp_path / 'agent.py'}:{name}")
+    (tmp_path / "agent.py").write_text(FEW)
+    write_jsonl(
+        tmp_path / "data.jsonl", [{"prompt": "the", "answer": "yes", "model": "another", "base_url": "?"}]
+    )
+    assert run_app(["train", str(file)]) == 0
+    (metrics,) = read_metrics(tmp_path / "run")
+    assert metrics["actor.generate/environment_reward"] == 1.0
+
+
+def test_a_model_whose_logits_are_not_finite_is_not_the_fault_of_its_agent(
+    world: World, tmp_path: Path, realrl: Callable[..., tuple[int, str]]
+) -> None:
+    broken = tmp_path / "actor"
+    shutil.copytree(world.actor, broken)
+    weights = load_file(broken / "model.safetensors")
+    weights["model.norm.weight"].fill_(3e38)
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    file = write_recipe(world, tmp_path, ["repeat"])
+    status, printed = realrl("train", str(file), f"models.actor.path={broken}")
+    last = printed.strip().splitlines()[-1]
+    assert status != 0 and "the logits of token" in last and "environment=" not in last, printed
