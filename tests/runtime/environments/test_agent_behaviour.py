@@ -44,7 +44,8 @@ class Agent:
         return reward
 
     def write(self):
-        with open(HERE / f"{self.case}-{os.getpid()}-{time.monotonic_ns()}.json", "w") as file:
+        trajectory = Path(self.client.base_url.path).parts[1]
+        with open(HERE / f"{self.case}-{trajectory}-{time.monotonic_ns()}.json", "w") as file:
             json.dump(self.seen, file)
 
     def ask(self, **options):
@@ -193,7 +194,8 @@ class Agent:
 
     def ask_and_ignore(self):
         try:
-            self.client.chat.completions.create(model=self.model, messages=self.messages, max_tokens=100)
+            self.ask(max_tokens=100)
+            self.write()  # this answer came before the end
         except openai.APIError:
             pass
 
@@ -310,13 +312,15 @@ def test_whatever_agents_do_only_what_they_saw_is_learnt(
     tokens = sampled(file)
     learnt = [(tokens[f"0/{i}"][0], tokens[f"0/{i} mask"][0]) for i in range(2 * len(PLAYS))]
     for case in PLAYS:
-        files = list(tmp_path.glob(f"{case}-*.json"))
-        assert len(files) == 2, case
-        for one in files:
-            row, mask, _ = json.loads(one.read_text())[-1]
-            of_row = [known for ids, known in learnt if ids == row]
-            assert of_row, case
-            assert mask is None or mask in of_row, case
+        seen: dict[str, list[tuple[list[int], list[int] | None]]] = {}
+        for file in tmp_path.glob(f"{case}-*.json"):
+            row, mask, _ = json.loads(file.read_text())[-1]
+            seen.setdefault(file.name.split("-")[1], []).append((row, mask))
+        assert len(seen) == 2, case
+        for rows in seen.values():
+            assert any((row, mask or known) == (ids, known) for row, mask in rows for ids, known in learnt), (
+                case
+            )
     (metrics,) = read_metrics(tmp_path / "run")
     assert metrics["actor.generate/failed"] == 0.0
     assert metrics["actor.generate/environment_reward"] == pytest.approx(sum(PLAYS.values()) / len(PLAYS))
@@ -326,8 +330,8 @@ def test_whatever_agents_do_only_what_they_saw_is_learnt(
 
 @pytest.mark.parametrize("stage", [2])
 def test_the_same_under_two_stages(world: World, tmp_path: Path, stage: int) -> None:
-    # Which of two requests comes first is a matter of chance.
-    cases = [case for case in PLAYS if case != "together"]
+    # What comes first is a matter of chance in the others.
+    cases = [case for case in PLAYS if case not in ("together", "in_the_background")]
     alone, parted = (write_recipe(world, tmp_path / name, cases) for name in ("alone", "parted"))
     entry = {"mesh": "0-1", "dp": 1, "tp": 1, "pp": stage}
     calls = dict.fromkeys(("actor.generate", "actor.train"), entry)
