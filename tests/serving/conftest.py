@@ -58,6 +58,7 @@ class ScriptedEngine:
     """
 
     name = "tiny"
+    context_setting = ""
 
     def __init__(self, answer: Answer, *, vocab_size: int, context_tokens: int = 400) -> None:
         self.answer, self.vocab_size, self.context_tokens = answer, vocab_size, context_tokens

@@ -111,7 +111,7 @@ def test_a_prompt_over_the_context_gets_the_numbers(web: TestClient) -> None:
     ):
         error = refused(web.post(path, json=fields))
         assert error["code"] == "context_length_exceeded"
-        assert "the model has a context of 400 tokens" in error["message"]
+        assert "the model allows 400 tokens of prompt and answer" in error["message"]
     error = refused(web.post(TEXT, json={"prompt": [5] * 390, "max_tokens": 11}))
     assert "the prompt has 390 tokens, and the answer may have 11, together 401" in error["message"]
     assert web.post(TEXT, json={"prompt": [5] * 390, "max_tokens": 10}).status_code == 200

@@ -70,7 +70,15 @@ def check_experiment(experiment: "Experiment", records: int = 16, processes: int
     with TemporaryDirectory(prefix="realrl-check-") as place:
         first = [record for _, record in taken[:records]]
         for finding in chain(
-            data.findings, findings, check_recipe(experiment, first, Path(place), processes=processes)
+            data.findings,
+            findings,
+            check_recipe(
+                experiment,
+                first,
+                Path(place),
+                processes=processes,
+                agents=environments is not None and environments.runs,
+            ),
         ):
             _show(finding)
             count += 1

@@ -58,6 +58,8 @@ class Engine(Protocol):
     """Name of the model in requests and answers."""
     context_tokens: int
     """Maximum tokens of prompt and answer together."""
+    context_setting: str
+    """Setting that limits `context_tokens`, for messages; empty if it is the model's own limit."""
     vocab_size: int
     """Number of tokens in the model's vocabulary; valid ids are smaller."""
 

@@ -37,6 +37,7 @@ class LocalEngine:
         for all of them. It holds at least one request of `context_tokens` tokens.
         """
         self.name, self.context_tokens, self.vocab_size = name, context_tokens, model.shape.vocab_size
+        self.context_setting = ""
         self.stop_token_ids = stop_token_ids
         # The first token of a request is a prompt, so that everything else may change from request to request.
         served = [DecodeRow(i, Prompt(i, array("q", [0]))) for i in range(rows)]

@@ -127,8 +127,9 @@ class SamplingBody(_Body):
         most = max(limit, 1)
         if free < most:
             raise RefusedError(
-                f"the model has a context of {engine.context_tokens} tokens; the prompt has {len(prompt)} tokens,"
-                f" and the answer may have {most}, together {len(prompt) + most}",
+                f"{engine.context_setting or 'the model'} allows {engine.context_tokens} tokens of prompt and"
+                f" answer; the prompt has {len(prompt)} tokens, and the answer may have {most}, together"
+                f" {len(prompt) + most}",
                 param="messages" if isinstance(self, ChatBody) else "prompt",
                 code="context_length_exceeded",
             )

@@ -162,8 +162,9 @@ def _check_room(experiment: Experiment, environments: Environments, plays: Seque
     """Check how much of the limit of a trajectory the prompts take."""
     assert experiment.spec.generation is not None
     limit = experiment.spec.generation(experiment).max_new_tokens
-    first = max(play.answers[0][0] for play in plays if play.answers)
-    longest = max(len(play.ids) for play in plays)
+    # The first token of a conversation is a prompt.
+    first = max(play.answers[0][0] for play in plays) - 1
+    longest = max(len(play.ids) for play in plays) - 1
     check = (
         f"environment: of generation.max_new_tokens={limit}, first prompts take up to {first:,} tokens, whole"
         f" conversations with made-up answers up to {longest:,}"

@@ -87,16 +87,18 @@ def check_recipe(
     *,
     processes: int = 4,
     tolerance: float = 1e-4,
+    agents: bool = False,
 ) -> Iterator[Finding]:
     """Check the code and the records of a recipe on tiny models, in processes on this machine.
 
     Yields a finding per check. Every run of two training steps is compared with the same steps in one process: the
     samples, every metric and the saved state. One of these runs resumes from a checkpoint after the first step, in
     a new process. The gradient of each loss is compared with finite differences. Then the reward functions
-    are probed. `records`: some records of the recipe's data set. Files are written into `directory`.
+    are probed. `records`: some records of the recipe's data set. Files are written into `directory`. `agents`:
+    whether the recipe's environment is an agent.
     """
     tokenizer = load_shared_tokenizer(experiment)
-    settings = shrink_recipe(experiment, directory, records=records, tokenizer=tokenizer)
+    settings = shrink_recipe(experiment, directory, records=records, tokenizer=tokenizer, agents=agents)
     small = parse_experiment(settings)
     graph = small.graph
     alone, *others = _list_runs(graph, directory, processes)

@@ -41,6 +41,8 @@ TRAJECTORY_TOKENS = 256
 """Maximum tokens of a trajectory. Its observations must fit, with what the chat template writes around them."""
 TURN_TOKENS, OBSERVATION_TOKENS, TURNS = NEW_TOKENS, 32, 3
 """Limits of a trajectory in an environment."""
+AGENT_TOKENS = 4096
+"""Maximum tokens of a trajectory of an agent, whose prompts and turns have no other limits."""
 OWN_PROMPT_TOKENS = 256
 """Maximum length of a prompt of the user's own records. Longer ones are cut."""
 OPTIMIZER: Mapping[str, Any] = {"lr": 1e-3, "eps": 1e-5, "schedule": "constant"}
@@ -55,6 +57,7 @@ def shrink_recipe(
     records: Sequence[Mapping[str, Any]] | None,
     overrides: Sequence[str] = (),
     tokenizer: Any = None,
+    agents: bool = False,
 ) -> dict[str, Any]:
     """Write tiny models and `records` into `directory`, and return the settings of a recipe that uses them.
 
@@ -62,7 +65,7 @@ def shrink_recipe(
     stay as in the experiment, except lengths. `overrides` come last.
 
     With `tokenizer`, models get it in place of a small one, and the settings of data stay, too: this is for the
-    user's own records, which may be longer than made-up ones.
+    user's own records, which may be longer than made-up ones. `agents`: whether the environment is an agent.
     """
     spec = experiment.spec
     kept = make_up_records(spec.form) if records is None else list(records)
@@ -89,8 +92,11 @@ def shrink_recipe(
     if tokenizer is not None:
         prompt, longest = OWN_PROMPT_TOKENS, OWN_PROMPT_TOKENS + LONGEST
         own = {**settings["data"], "on_too_long": "keep_end"}
+    trajectory = TRAJECTORY_TOKENS
+    if agents and spec.generation is not None:
+        trajectory = min(spec.generation(experiment).max_new_tokens, AGENT_TOKENS)
     if experiment.environment_config is not None:
-        longest = prompt + TRAJECTORY_TOKENS
+        longest = prompt + trajectory
     settings["data"] = {
         **own,
         "train": str(data),
@@ -107,12 +113,10 @@ def shrink_recipe(
             "stop_token_ids": None,
         }
     if experiment.environment_config is not None:
-        settings["generation"]["max_new_tokens"] = TRAJECTORY_TOKENS
-        limits = {
-            "max_turn_tokens": TURN_TOKENS,
-            "max_observation_tokens": OBSERVATION_TOKENS,
-            "max_turns": TURNS,
-        }
+        settings["generation"]["max_new_tokens"] = trajectory
+        limits = {"max_turn_tokens": TURN_TOKENS}
+        if not agents:
+            limits |= {"max_observation_tokens": OBSERVATION_TOKENS, "max_turns": TURNS}
         given = settings["environment"]
         settings["environment"] = {
             **given,

@@ -126,9 +126,14 @@ def interleave(batch: Batch, keys: Sequence[str]) -> Ragged:
 
 
 def add_answer_means(metrics: Metrics, batch: Batch) -> None:
-    """Add the mean answer length in tokens and the share of finished answers to `metrics`."""
-    metrics.mean("response_tokens", Responses.find(batch).counts.sum(), len(batch))
-    metrics.mean("finished", batch["finished"].values.double().sum(), len(batch))
+    """Add the mean answer length in tokens and the share of finished answers to `metrics`.
+
+    A trajectory whose environment failed has no tokens, and does not count.
+    """
+    tokens = Responses.find(batch).counts
+    given = tokens > 0
+    metrics.mean("response_tokens", tokens.sum(), given.sum())
+    metrics.mean("finished", batch["finished"].values[given].double().sum(), given.sum())
 
 
 # Preference pairs.

@@ -146,7 +146,8 @@ class EnvironmentScorer(Scorer):
 
     def score(self, count: int, arguments: Mapping[str, list[Any]]) -> list[Score]:
         missing = RewardFailure(
-            "has no number for a trajectory; give a reward in step, a method get_reward, or an attribute reward"
+            "has no number for a trajectory; return a reward from step or run, or give the object a method"
+            " get_reward or an attribute reward, which an agent needs that ends with an exception at a limit"
         )
         return [missing if math.isnan(reward) else reward for reward in arguments[ENVIRONMENT_REWARD]]
 

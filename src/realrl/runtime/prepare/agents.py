@@ -82,6 +82,11 @@ class AgentModel:
         """Answer no more requests of a trajectory."""
         self._server.drop(trajectory)
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Decode tokens, special ones included."""
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+        return text
+
     def note(self, message: str) -> None:
         """Print a note, once."""
         if message not in self._noted:

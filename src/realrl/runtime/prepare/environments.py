@@ -90,6 +90,12 @@ class Environments:
                 takes_prompt=PROMPT in self._description["named"],
             )
             if self.runs:
+                default = EnvironmentConfig.model_fields["max_observation_tokens"].default
+                if self.config.max_observation_tokens != default:
+                    raise UserError(
+                        f"{self.label}: environment.max_observation_tokens is not for an agent, which writes its"
+                        " prompts itself"
+                    )
                 known = None if form == "auto" else form
                 self._agent_model = AgentModel(experiment, tokenizer, stop_token_ids, known)
         except UserError:
@@ -99,7 +105,7 @@ class Environments:
         """Whether this rank has objects."""
         self.measures = Measures()
         self._numbers = itertools.count()
-        self._noted = False
+        self._noted = set[str]()
 
     def close(self) -> None:
         """End the processes that hold objects, and the server for agents."""
@@ -119,11 +125,13 @@ class Environments:
         return bool(self._description["takes_all"]) or name in self._description["named"]
 
     def check_fields(self, source: str, fields: Collection[str]) -> None:
-        """Check that the records of a source have the columns that `reset` needs. Raises UserError if not."""
+        """Check that the records of a source have the columns that `reset` or `run` needs. Raises UserError if
+        not."""
         missing = [name for name in self._description["required"] if name not in (*fields, SEED, PROMPT)]
         if missing:
+            method = "run" if self.runs else "reset"
             raise UserError(
-                f"{self.label}: reset needs {missing[0]!r}, which no record of {source} has;"
+                f"{self.label}: {method} needs {missing[0]!r}, which no record of {source} has;"
                 f" data.columns={{FIELD: {missing[0]}}} renames a field"
             )
 
@@ -200,11 +208,16 @@ class Environments:
 
     def note_failure(self, message: str) -> None:
         """Print a note about the first trajectory that is given up."""
-        if not self._noted:
-            self._noted = True
-            print(
-                f"note: {message} (on_error=skip; later ones are only counted)", file=sys.stderr, flush=True
-            )
+        self._note(message, "on_error=skip; later ones are only counted")
+
+    def note_retry(self, message: str) -> None:
+        """Print a note about the first trajectory that starts again."""
+        self._note(message, "it starts again, environment.retries; later ones are not printed")
+
+    def _note(self, message: str, further: str) -> None:
+        if further not in self._noted:
+            self._noted.add(further)
+            print(f"note: {message} ({further})", file=sys.stderr, flush=True)
 
 
 def _put(answers: "queue.SimpleQueue[tuple[int, Answer]]", number: int, answer: Answer) -> None:

@@ -26,6 +26,8 @@ from realrl.serving.refusal import RefusedError
 _FULL, _MAX_TURNS = "context_length_exceeded", "max_turns"
 """Codes of refusals at a limit. An agent that raises an exception because of them has not failed."""
 _ENDED = "the trajectory has ended"
+_SHOWN = 12
+"""Tokens of a request that a message shows."""
 
 
 @dataclass(eq=False)
@@ -62,9 +64,10 @@ class Conversation:
         model = environments.agent_model
         self.name, self.vocab_size = model.name, model.vocab_size
         self.context_tokens = 1 + settings.new_tokens  # the first token of a conversation is the row's prompt
+        self.context_setting = f"generation.max_new_tokens={settings.new_tokens}"
         self._settings, self._max_turns = settings, max_turns
         self._pool, self._trajectory = environments.pool, trajectory
-        self._note, self._arrive = model.note, arrive
+        self._model, self._arrive = model, arrive
         self._lock = threading.Lock()
         self._numbers = 0
         self._request: AgentRequest | None = None
@@ -189,11 +192,16 @@ class Conversation:
         pairs = zip(prompt, self.tokens, strict=False)
         shared = next((i for i, (given, own) in enumerate(pairs) if given != own), min(len(prompt), known))
         raise RefusedError(
-            f"this request does not continue the trajectory: of its {known} tokens, only the first {shared} are"
-            " those of the prompt. An agent that is trained has one conversation. It sends every message and every"
-            " answer again as it was, and does not ask twice for the same answer",
+            f"this request does not continue the trajectory: after {shared} tokens, it has"
+            f" {self._show(prompt[shared:])}, and the trajectory {self._show(self.tokens[shared:])}. An agent that"
+            " is trained has one conversation. It sends every message, every answer and the same tools again as"
+            " they were, and does not ask twice for the same answer",
             code="another_conversation",
         )
+
+    def _show(self, tokens: Sequence[int]) -> str:
+        """Show the beginning of some tokens as text."""
+        return repr(self._model.decode(tokens[:_SHOWN])) if tokens else "nothing more"
 
     def _check_options(self, options: SamplingOptions) -> None:
         """Refuse options that a trained turn cannot have, and note those for which the recipe's values are used."""
@@ -206,9 +214,9 @@ class Conversation:
         for name in ("temperature", "top_p", "top_k"):
             asked, used = getattr(options, name), getattr(sampling, name)
             if asked not in (getattr(plain, name), used):
-                self._note(f"an agent asks for {name}={asked:g}; generation.{name}={used:g} is used")
+                self._model.note(f"an agent asks for {name}={asked:g}; generation.{name}={used:g} is used")
         if options.seed is not None:
-            self._note("an agent asks for a seed; the seed of the run is used")
+            self._model.note("an agent asks for a seed; the seed of the run is used")
 
 
 @dataclass(frozen=True)

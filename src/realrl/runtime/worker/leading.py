@@ -163,11 +163,13 @@ class Leader(ABC, Generic[Row]):
         self._pool.drop(trajectory.number, close=True)
         trajectory.attempt += failure.own
         trajectory.suspect |= failure.suspect
+        where = f"; record {trajectory.origin}" if trajectory.origin else ""
         if trajectory.attempt <= self._config.retries:
+            if failure.own:
+                self._environments.note_retry(f"{self._environments.label} {failure.reason}{where}")
             self._start(row)
             return None
         again = f", {trajectory.attempt} times" if trajectory.attempt > 1 else ""
-        where = f"; record {trajectory.origin}" if trajectory.origin else ""
         message = f"{self._environments.label} {failure.reason}{again}{where}"
         if self._config.on_error == "fail":
             raise UserCodeError(message, failure.trace, alone=True)
