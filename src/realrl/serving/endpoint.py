@@ -7,6 +7,7 @@ for it.
 import asyncio
 import hmac
 import json
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import (
@@ -32,12 +33,16 @@ from realrl.serving.answers import Answer, Usage, make_answer, write_message
 from realrl.serving.decoding import TokenTexts
 from realrl.serving.engine import Engine, Piece, SamplingOptions
 from realrl.serving.prompts import Prompt, PromptWriter
-from realrl.serving.refusal import RefusedError, fail
+from realrl.serving.refusal import BusyError, RefusedError, fail
 from realrl.serving.requests import Chat, ChatBody, CompletionBody, SamplingBody, check_tokens
 from realrl.serving.samples import Delta, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+_PATIENCE = 1.0
+"""Seconds for which a request to a busy engine is tried again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +247,7 @@ class Endpoint:
         requests: dict[int, int] = {}
         try:
             for i, (prompt, options) in enumerate(work.list_requests()):
-                requests[i] = _submit(engine, prompt.tokens, options, partial(receive, i))
+                requests[i] = await _submit(engine, prompt.tokens, options, partial(receive, i))
             while requests:
                 i, piece = await queue.get()
                 if i not in requests:
@@ -288,15 +293,22 @@ class Endpoint:
             self._running -= samples
 
 
-def _submit(
+async def _submit(
     engine: Engine, prompt: Sequence[int], options: SamplingOptions, receive: Callable[[Piece], None]
 ) -> int:
-    try:
-        return engine.submit(prompt, options, receive)
-    except RefusedError:
-        raise
-    except Exception as error:  # an engine may fail in any way, and the client needs an answer
-        raise fail(str(error) or type(error).__name__) from error
+    """Submit a sample. A busy engine gets a moment, because the end of another connection may not be known yet."""
+    give_up = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            return engine.submit(prompt, options, receive)
+        except BusyError:
+            if time.monotonic() > give_up:
+                raise
+        except RefusedError:
+            raise
+        except Exception as error:  # an engine may fail in any way, and the client needs an answer
+            raise fail(str(error) or type(error).__name__) from error
+        await asyncio.sleep(_PATIENCE / 50)
 
 
 def _take_tokens(tokens: Sequence[int], param: str, engine: Engine) -> Prompt:

@@ -20,6 +20,10 @@ class RefusedError(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
+class BusyError(RefusedError):
+    """A request that gets no answer now. It may be tried again in a moment."""
+
+
 def fail(message: str) -> RefusedError:
     """Return the error of a request that failed in the engine."""
     return RefusedError(f"the engine failed: {message}", status=500, code="engine_error")

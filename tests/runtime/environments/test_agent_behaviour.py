@@ -177,7 +177,8 @@ class Agent:
             )
             answers = await asyncio.gather(*asked, return_exceptions=True)
             (refused,) = (one for one in answers if isinstance(one, openai.BadRequestError))
-            assert refused.body["code"] == "request_in_progress"
+            # The second one is refused when it is tried, or after the first one has been answered meanwhile.
+            assert refused.body["code"] in ("request_in_progress", "another_conversation")
             (answer,) = (one for one in answers if one is not refused)
             self.note(answer)
             self.write()
@@ -304,9 +305,7 @@ def write_recipe(world: World, directory: Path, cases: list[str], **environment:
     return file
 
 
-def test_whatever_agents_do_only_what_they_saw_is_learnt(
-    world: World, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_whatever_agents_do_only_what_they_saw_is_learnt(world: World, tmp_path: Path) -> None:
     file = write_recipe(world, tmp_path, list(PLAYS))
     run_on_ranks(1, [file])
     tokens = sampled(file)
@@ -325,7 +324,6 @@ def test_whatever_agents_do_only_what_they_saw_is_learnt(
     assert metrics["actor.generate/failed"] == 0.0
     assert metrics["actor.generate/environment_reward"] == pytest.approx(sum(PLAYS.values()) / len(PLAYS))
     assert "does not continue the trajectory" in (tmp_path / "refused-another_conversation").read_text()
-    assert "an agent asks for temperature=0.5; generation.temperature=1 is used" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("stage", [2])
@@ -351,6 +349,16 @@ def test_agents_that_fail_are_left_out_and_counted(world: World, tmp_path: Path)
     (metrics,) = read_metrics(tmp_path / "run")
     assert metrics["actor.generate/failed"] == pytest.approx(len(FAULTS) / len(cases))
     assert metrics["actor.generate/environment_reward"] == pytest.approx((10.0 + 1.0) / 2)
+
+
+def test_options_that_the_recipe_decides_and_a_start_that_failed_are_noted(
+    world: World, tmp_path: Path, realrl: Callable[..., tuple[int, str]]
+) -> None:
+    file = write_recipe(world, tmp_path, ["streaming", "raise"], on_error="skip")
+    status, printed = realrl("train", str(file))
+    assert status == 0
+    assert "note: an agent asks for temperature=0.5; generation.temperature=1 is used" in printed
+    assert "raised KeyError: 'lost'" in printed and "(it starts again, environment.retries;" in printed
 
 
 @pytest.mark.parametrize("fault", FAULTS)

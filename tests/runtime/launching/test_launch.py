@@ -49,8 +49,9 @@ def launch(world: World, tmp_path: Path, temporary: Path) -> Iterator[Callable[.
         module = "torch.distributed.run" if cluster == "auto" else "realrl"
         process = start(*arguments, module=module, TMPDIR=str(temporary), **variables)
         started.append(process)
-        checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
-        until(lambda: checkpoint.exists() or process.poll() is not None)
+        # Later checkpoints soon take the place of the first one.
+        checkpoints = tmp_path / "run" / "checkpoints"
+        until(lambda: any(checkpoints.glob("step-*[0-9]")) or process.poll() is not None)
         return process
 
     yield launch

@@ -21,7 +21,7 @@ from realrl.environments.pool import Answer, Failure
 from realrl.runtime.prepare.environments import Environments
 from realrl.runtime.worker.leading import Leader, Trajectory, TurnSettings
 from realrl.serving.engine import Piece, SamplingOptions
-from realrl.serving.refusal import RefusedError
+from realrl.serving.refusal import BusyError, RefusedError
 
 _FULL, _MAX_TURNS = "context_length_exceeded", "max_turns"
 """Codes of refusals at a limit. An agent that raises an exception because of them has not failed."""
@@ -122,7 +122,7 @@ class Conversation:
             if self._ended:
                 raise RefusedError(_ENDED, status=404, code="trajectory_ended")
             if self._request is not None and not self._request.cancelled:
-                raise RefusedError(
+                raise BusyError(
                     "a request of this trajectory is in progress; an agent that is trained sends one at a time",
                     code="request_in_progress",
                 )
