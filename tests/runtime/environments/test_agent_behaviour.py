@@ -227,6 +227,12 @@ class Agent:
         self.ask()
         return "a lot"
 
+    def play_wrong_at_a_limit(self):
+        try:
+            self.play_full()
+        except openai.APIError:
+            return "a lot"
+
     def play_cancelled(self):
         async def play():
             raise asyncio.CancelledError
@@ -270,6 +276,7 @@ FAULTS = {
     "hang": "did not answer within 2 s (environment.timeout)",
     "silent": "ended without an answer of the model",
     "wrong": "run gave str 'a lot'; it must give the reward, a finite number, or None",
+    "wrong_at_a_limit": "run gave str 'a lot'; it must give the reward",
     "cancelled": "raised CancelledError",
     "stubborn": "did not answer within 2 s (environment.timeout)",
 }
@@ -405,6 +412,8 @@ def test_run_gets_what_it_names_and_no_proxy_is_asked(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    for variable in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(variable, raising=False)
     file = write_recipe(world, tmp_path, ["repeat"], factory=f"{tmp_path / 'agent.py'}:{name}")
     (tmp_path / "agent.py").write_text(FEW)
     write_jsonl(

@@ -1,6 +1,7 @@
 """An environment that fails costs its own trajectories and nothing else: no hang, and no invented reward."""
 
 import json
+import queue
 import random
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from realrl.recipe.environment import EnvironmentConfig
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
 from tests.conftest import EVERY_RUN, World, read_metrics
+from tests.runtime.processes import PATIENCE, until
 
 FAULTS = (
     "raise",
@@ -197,6 +199,51 @@ def test_a_field_that_cannot_be_sent_to_an_object_is_named(tmp_path: Path) -> No
         assert answers[0].reason == "cannot get the field 'when': a date is not a value of JSON"
     finally:
         pool.close()
+
+
+AGENTS = """
+import os, time
+from pathlib import Path
+
+
+class Agent:
+    def run(self, base_url, case):
+        Path(__file__).with_name(base_url).touch()
+        while not Path(__file__).with_name("end").exists():
+            time.sleep(0.01)
+        if case == "exit":
+            os._exit(3)
+        time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize(("waiting", "blamed"), [((0, 1), [2]), ((0,), [])])
+def test_an_agent_that_waits_for_the_model_is_not_blamed_for_the_end_of_its_process(
+    tmp_path: Path, waiting: tuple[int, ...], blamed: list[int]
+) -> None:
+    (tmp_path / "agent.py").write_text(AGENTS)
+    pool = EnvironmentPool(EnvironmentConfig(factory=f"{tmp_path / 'agent.py'}:Agent", workers=1), "auto")
+    answers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+    try:
+        pool.describe()
+        for number, case in enumerate(("stay", "stay", "exit")):
+            pool.run(
+                number,
+                {"case": case},
+                {"base_url": str(number)},
+                lambda answer, of=number: answers.put((of, answer)),
+                alone=False,
+            )
+        until(lambda: all((tmp_path / str(number)).exists() for number in range(3)))
+        for number in waiting:
+            pool.hold(number)
+        (tmp_path / "end").touch()
+        failures = dict(answers.get(timeout=PATIENCE) for _ in range(3))
+    finally:
+        pool.close()
+    assert [number for number, failure in sorted(failures.items()) if failure.own] == blamed
+    suspects = [number for number, failure in sorted(failures.items()) if failure.suspect]
+    assert suspects == ([] if blamed else [1, 2])
 
 
 SCRIPT = """

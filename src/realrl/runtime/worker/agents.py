@@ -241,8 +241,8 @@ class AgentRun:
     ) -> None:
         """Start an agent for a record, see `Environments.make_record`.
 
-        `put` gets the number of this run, with what its agent returns, or with None for a request. `receive` then
-        wants to know it. `alone` as for `EnvironmentPool.run`.
+        `put` gets the number of this run, with what its agent returns, or with None for a request. The leader gives
+        it to `receive`. `alone` as for `EnvironmentPool.run`.
         """
         self._environments, self._put = environments, put
         self.number = environments.new_number()

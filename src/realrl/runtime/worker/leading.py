@@ -97,7 +97,7 @@ class Leader(ABC, Generic[Row]):
             self._start(row)
 
     def note(self, row: int, token: int, logprob: float) -> None:
-        """Note a sampled token."""
+        """Note a sampled token, for leaders that need more than the whole turn."""
 
     @abstractmethod
     def end(self, row: int, tokens: Sequence[int]) -> None:
