@@ -110,6 +110,9 @@ class Call:
 
     `replays` has an entry for each key of `work`; `dataflow.replay` sets the entries. If a row repeats the sampled
     sequence that its entry names, a mixture of experts uses the experts chosen during sampling.
+
+    `ahead` is the number of steps by which the call runs ahead of training: in the step that trains on batch t, the
+    call works on batch t + `ahead`. A key has a lag between two calls if the first one runs further ahead.
     """
 
     name: str
@@ -124,8 +127,13 @@ class Call:
     prefix: str = ""
     candidates: Candidates | None = None
     replays: tuple[Replay | None, ...] = ()
+    ahead: int = 0
 
     def __post_init__(self) -> None:
+        if self.ahead < 0 or (self.ahead and self.kind is Kind.TRAIN):
+            raise DescriptionError(
+                f"call {self.name}: ahead={self.ahead}; it must be 0 or more, and 0 for training"
+            )
         if (self.role is None) != (self.kind is Kind.FUNCTION):
             raise DescriptionError(f"call {self.name}: a function has no role, every other call has one")
         if (self.function is not None) != (self.kind is Kind.FUNCTION):

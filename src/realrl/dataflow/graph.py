@@ -16,6 +16,9 @@ class DataflowGraph:
     roles: a role is trained after every other use of it in the step, so that all of them see the same parameters.
     Functions have no role, hence no parameter edges. Inputs that no call produces are `sources`: they come from
     the data set.
+
+    If a call runs ahead (`Call.ahead`), a step works on several batches. A call then waits only for calls that run
+    equally far ahead, because its other inputs were produced in earlier steps.
     """
 
     def __init__(
@@ -60,6 +63,12 @@ class DataflowGraph:
                 )
         for call in self.calls:
             self._check_candidates(call)
+            for producer in (self._producer[key] for key in call.inputs if key in self._producer):
+                if producer.ahead < call.ahead:
+                    raise DescriptionError(
+                        f"call {call.name} runs {count_steps(call.ahead)} ahead, but {producer.name}, whose outputs"
+                        f" it reads, runs {count_steps(producer.ahead)} ahead"
+                    )
         # Computing the order raises DescriptionError if there is a cycle.
         _ = self.order
 
@@ -130,6 +139,11 @@ class DataflowGraph:
         return any(call.kind is Kind.TRAIN for call in self.calls if call.role == role)
 
     @cached_property
+    def ahead(self) -> int:
+        """Largest number of steps by which a call runs ahead of training. Records are taken that early."""
+        return max((call.ahead for call in self.calls), default=0)
+
+    @cached_property
     def periods(self) -> frozenset[int]:
         """Periods of the moving averages, in steps."""
         return frozenset(average.period for average in self.averages)
@@ -144,8 +158,9 @@ class DataflowGraph:
         return DataflowGraph(self.calls, self.keys.values(), averages)
 
     def dependencies(self, call: Call) -> tuple[Call, ...]:
-        """List the calls that must end before `call` starts, by data and by parameters."""
-        before = dict.fromkeys(self._producer[key] for key in call.inputs if key in self._producer)
+        """List the calls that must end before `call` starts in the same step, by data and by parameters."""
+        producers = (self._producer[key] for key in call.inputs if key in self._producer)
+        before = dict.fromkeys(producer for producer in producers if producer.ahead == call.ahead)
         if call.kind is Kind.TRAIN:
             for other in self.calls:
                 if other.role == call.role and other.kind is not Kind.TRAIN:
@@ -215,9 +230,15 @@ def format_graph(graph: DataflowGraph, trained: Collection[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def count_steps(count: int) -> str:
+    """Write a number of steps in words, for example `1 step`."""
+    return f"{count} step{'' if count == 1 else 's'}"
+
+
 def _about(call: Call, trained: Collection[str]) -> str:
+    early = f", {count_steps(call.ahead)} ahead" if call.ahead else ""
     if call.role is None:
-        return f"{call.kind} {call.function} on the host"
+        return f"{call.kind} {call.function} on the host{early}"
     frozen = "" if call.role in trained else " frozen"
     split = f" in {call.minibatches} mini-batches" if call.minibatches > 1 else ""
     candidates = call.candidates
@@ -226,7 +247,7 @@ def _about(call: Call, trained: Collection[str]) -> str:
         tokens = (
             f", {candidates.count} {'likeliest ' if candidates.ids is None else ''}tokens at each position"
         )
-    return f"{call.kind}{split}{tokens},{frozen} role {call.role}"
+    return f"{call.kind}{split}{tokens},{frozen} role {call.role}{early}"
 
 
 def _inputs(graph: DataflowGraph, call: Call) -> list[str]:
@@ -234,6 +255,11 @@ def _inputs(graph: DataflowGraph, call: Call) -> list[str]:
     places: dict[str, list[str]] = {}
     for key in call.inputs:
         producer = graph.producer(key)
-        places.setdefault(producer.name if producer else "data set", []).append(key)
+        place = "data set"
+        if producer is not None:
+            lag = producer.ahead - call.ahead
+            before = f", {count_steps(lag)} before" if lag else ""
+            place = f"{producer.name}{before}"
+        places.setdefault(place, []).append(key)
     lines = [f"{', '.join(keys)}  <- {place}" for place, keys in places.items()]
     return lines + ["other fields of the records  <- data set"] * call.record_fields

@@ -32,6 +32,7 @@ from realrl.program.order import (
     producers,
     set_names,
     trained_sets,
+    transfer_ahead,
 )
 from realrl.program.step import Activity, Decisions, Phase, StepFacts, StepGraph, find_places
 
@@ -75,6 +76,7 @@ def lower(
     kept: Mapping[str, Sequence[Placement]] | None = None,
     parts: TrainableParts | None = None,
     done: Collection[str] = (),
+    batches: Collection[int] | None = None,
 ) -> list[Program]:
     """Compile one step into one program per rank of the plan's cluster.
 
@@ -88,16 +90,23 @@ def lower(
 
     `done` are calls that have already run, with outputs on their output ranks (see `SampledStep`). The programs
     send these outputs and run the other calls.
+
+    If calls run ahead, a step works on several batches: on the one that it trains on, 0, and on those that are up
+    to `graph.ahead` steps later. `batches` selects some of them, because the first steps of a run have no batch to
+    train on yet, and the last steps have no batch to sample. None selects all.
     """
-    step = _Lowering(graph, plan, homes, kept or {}, parts or {}, done)
-    step.emit(range(plan.cluster.size), Feed(graph.sources))
+    selected = range(graph.ahead + 1) if batches is None else batches
+    step = _Lowering(graph, plan, homes, kept or {}, parts or {}, done, selected)
+    if graph.ahead in selected:
+        step.emit(range(plan.cluster.size), Feed(graph.sources))
     for call in graph.order:
         if call.name in done:
             step.hand_on(call)
     activities, facts = step.graph.activities, step.facts
-    for number in np.argsort(facts.sort_keys(activities, find_places(activities))[:, 0]).tolist():
-        if facts.present(activities[number])[0]:
-            step.perform(activities[number])
+    if activities:
+        for number in np.argsort(facts.sort_keys(activities, find_places(activities))[:, 0]).tolist():
+            if facts.present(activities[number])[0]:
+                step.perform(activities[number])
     step.report()
     return step.programs()
 
@@ -139,16 +148,24 @@ class _Lowering:
         kept: Mapping[str, Sequence[Placement]],
         parts: TrainableParts,
         done: Collection[str] = (),
+        batches: Collection[int] = (0,),
     ) -> None:
         self.plan, self.homes, self.kept, self.parts = plan, homes, kept, parts
         rows = {role: len(graph.order) + i for i, role in enumerate(homes)}
-        self.graph = StepGraph(graph, rows, done)
+        # Calls whose batch is not selected do nothing in this step.
+        idle = [call.name for call in graph.calls if call.ahead not in batches]
+        self.graph = StepGraph(graph, rows, [*done, *idle])
         self.facts = StepFacts(self.graph, self._decide())
         pairs = [(p.name, c.name) for c in graph.order for p in producers(graph, c)]
         self.numbers = {pair: number for number, pair in enumerate(pairs)}
         self._shared: set[str] = set(graph.sources)
         """Keys whose lengths are known on all ranks that need them."""
-        self._unsent: list[tuple[Call, Call]] = []
+        self._unsent = [
+            (producer, call)
+            for call in graph.order
+            for producer in producers(graph, call)
+            if call.name not in idle and transfer_ahead(graph, producer, call) == call.ahead < producer.ahead
+        ]
         """Producer and consumer of rows that cannot be sent yet, because the lengths that divide the consumer's
         items are still unknown."""
         self._programs: list[list[Instruction]] = [[] for _ in range(plan.cluster.size)]
@@ -214,6 +231,8 @@ class _Lowering:
             case Phase.UPDATE_FOLLOWER:
                 assert activity.average is not None, "a follower has a moving average"
                 self._mix(call, activity.average)
+            case Phase.DELIVER:
+                self.deliver(call)
             case Phase.RELEASE:
                 for name in set_names(role, self.parts):
                     release = Release(role, self.plan[call.name], name)
@@ -236,10 +255,8 @@ class _Lowering:
         """Emit the call, after the receives of its inputs."""
         placement, role, graph = self.plan[call.name], call.role, self.graph.graph
         for producer in producers(graph, call):
-            keys = keys_between(graph, producer, call)
-            number = self.numbers[producer.name, call.name]
-            receive = Receive(number, keys, producer.name, call.name, self.plan[producer.name].output_ranks)
-            self.emit(placement.ranks, receive)
+            if transfer_ahead(graph, producer, call) == call.ahead:
+                self.receive(producer, call)
         # A function has no micro-batches, even if the plan file gives their size.
         where = function_placement(placement.mesh) if call.is_function else placement
         run = Run(call.name, role, where)
@@ -256,21 +273,59 @@ class _Lowering:
         """Emit the instructions that follow a call: share the lengths of its outputs, then send rows to its
         consumers. Rows of earlier calls are sent too, if their senders needed these lengths to divide the items.
         """
+        graph = self.graph.graph
+        self.share_lengths(call)
+        left = [consumer for c, consumer in enumerate(graph.order) if c not in self.graph.done]
+        self._unsent += [
+            (call, consumer)
+            for consumer in left
+            if call in producers(graph, consumer) and consumer.ahead == call.ahead
+        ]
+        ready = [pair for pair in self._unsent if self._knows_division(pair[1])]
+        for producer, consumer in ready:
+            self.send(producer, consumer)
+        self._unsent = [pair for pair in self._unsent if pair not in ready]
+
+    def _knows_division(self, consumer: Call) -> bool:
+        """Check whether the lengths that divide a call's items are known, from this step or from earlier steps."""
+        graph = self.graph.graph
+        return all(
+            key in self._shared or ((made_by := graph.producer(key)) and made_by.ahead > consumer.ahead)
+            for key in dividing_keys(graph, consumer)
+        )
+
+    def share_lengths(self, call: Call, *, later: bool = False) -> None:
+        """Emit the instructions that share the lengths of a call's outputs. `later`: see `length_readers`."""
         graph, output_ranks = self.graph.graph, self.plan[call.name].output_ranks
         for key in call.outputs:
             if graph.keys[key].length == "own":
-                readers = length_readers(graph, self.plan, key)
-                self.emit(_union(output_ranks, readers), ShareLengths(key, call.name, output_ranks, readers))
+                readers = length_readers(graph, self.plan, key, later=later)
                 self._shared.add(key)
-        left = [consumer for c, consumer in enumerate(graph.order) if c not in self.graph.done]
-        self._unsent += [(call, consumer) for consumer in left if call in producers(graph, consumer)]
-        ready = [pair for pair in self._unsent if self._shared.issuperset(dividing_keys(graph, pair[1]))]
-        for producer, consumer in ready:
-            keys = keys_between(graph, producer, consumer)
-            number, ranks = self.numbers[producer.name, consumer.name], self.plan[consumer.name].ranks
-            send = Send(number, keys, producer.name, consumer.name, ranks)
-            self.emit(self.plan[producer.name].output_ranks, send)
-        self._unsent = [pair for pair in self._unsent if pair not in ready]
+                if readers:
+                    share = ShareLengths(key, call.name, output_ranks, readers)
+                    self.emit(_union(output_ranks, readers), share)
+
+    def send(self, producer: Call, consumer: Call) -> None:
+        """Emit the sends of a producer's rows to a consumer."""
+        keys = keys_between(self.graph.graph, producer, consumer)
+        number, ranks = self.numbers[producer.name, consumer.name], self.plan[consumer.name].ranks
+        send = Send(number, keys, producer.name, consumer.name, ranks)
+        self.emit(self.plan[producer.name].output_ranks, send)
+
+    def receive(self, producer: Call, consumer: Call) -> None:
+        """Emit the receives of a producer's rows on the ranks of a consumer."""
+        keys = keys_between(self.graph.graph, producer, consumer)
+        number, ranks = self.numbers[producer.name, consumer.name], self.plan[producer.name].output_ranks
+        receive = Receive(number, keys, producer.name, consumer.name, ranks)
+        self.emit(self.plan[consumer.name].ranks, receive)
+
+    def deliver(self, call: Call) -> None:
+        """Emit the instructions that hand on rows for later steps."""
+        self.share_lengths(call, later=True)
+        for p, c in self.graph.deliveries.get(self.graph.number[call.name], ()):
+            producer, consumer = self.graph.calls[p], self.graph.calls[c]
+            self.send(producer, consumer)
+            self.receive(producer, consumer)
 
     def report(self) -> None:
         """Send the metrics of all calls to the writer, at the end of the step, when the writer is idle."""

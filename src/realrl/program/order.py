@@ -14,10 +14,14 @@ not at all."""
 
 
 def dependents(graph: DataflowGraph, function: Call) -> tuple[Call, ...]:
-    """List the calls that cannot run, or cannot send their outputs, before the outputs of a function exist."""
+    """List the calls that cannot run, or cannot send their outputs, before the outputs of a function exist.
+
+    These are calls of the same batch. Calls of another batch do not wait (`Call.ahead`).
+    """
     own = [key for key in function.outputs if graph.keys[key].length == "own"]
     names = {name for key in own for name in length_calls(graph, key)} - {function.name}
-    return tuple(c for c in graph.order if c.name in names or function in producers(graph, c))
+    waiting = (c for c in graph.order if c.name in names or function in producers(graph, c))
+    return tuple(call for call in waiting if call.ahead == function.ahead)
 
 
 def changes(graph: DataflowGraph, call: Call) -> tuple[str, ...]:
@@ -69,9 +73,46 @@ def dividing_keys(graph: DataflowGraph, call: Call) -> tuple[str, ...]:
     return tuple(dict.fromkeys(key for key in found if key is not None))
 
 
-def length_readers(graph: DataflowGraph, plan: Plan, key: str) -> tuple[int, ...]:
-    """List the ranks that must know the lengths of `key`: the ranks of `length_calls`."""
-    return tuple(sorted({rank for name in length_calls(graph, key) for rank in plan[name].ranks}))
+def transfer_ahead(graph: DataflowGraph, producer: Call, consumer: Call) -> int:
+    """Find how many steps ahead of training the rows of `producer` are sent to `consumer`.
+
+    They are sent in the step in which the last lengths that divide the items of either call become known. If this
+    is the step of `consumer`, they arrive before it runs. Otherwise they arrive at the end of the step.
+    """
+    dividing = (graph.producer(key) for call in (producer, consumer) for key in dividing_keys(graph, call))
+    return min([producer.ahead, *(call.ahead for call in dividing if call is not None)])
+
+
+def find_deliveries(graph: DataflowGraph) -> dict[str, tuple[tuple[Call, Call], ...]]:
+    """Find which rows are sent at the end of a step, for a later step: for each call, pairs of a producer and a
+    consumer whose rows are sent after this call."""
+    found: dict[str, tuple[tuple[Call, Call], ...]] = {}
+    for consumer in graph.order:
+        for producer in producers(graph, consumer):
+            steps = transfer_ahead(graph, producer, consumer)
+            if steps == consumer.ahead:
+                continue
+            dividing = [graph.producer(k) for c in (producer, consumer) for k in dividing_keys(graph, c)]
+            last = max(
+                (c for c in (producer, *dividing) if c is not None and c.ahead == steps),
+                key=graph.order.index,
+            )
+            found[last.name] = (*found.get(last.name, ()), (producer, consumer))
+    return found
+
+
+def length_readers(graph: DataflowGraph, plan: Plan, key: str, *, later: bool = False) -> tuple[int, ...]:
+    """List the ranks that must know the lengths of `key` as soon as they exist: the ranks of `length_calls`, unless
+    these calls need the lengths only in a later step.
+
+    With `later`, list the other ranks, which learn the lengths at the end of the step.
+    """
+    made_by = graph.producer(key)
+    assert made_by is not None, "lengths of records are known everywhere"
+    calls = [graph.call(name) for name in length_calls(graph, key)]
+    now = {rank for call in calls if call.ahead >= made_by.ahead for rank in plan[call.name].ranks}
+    everyone = {rank for call in calls for rank in plan[call.name].ranks}
+    return tuple(sorted(everyone - now if later else now))
 
 
 def length_calls(graph: DataflowGraph, key: str) -> tuple[str, ...]:

@@ -8,13 +8,21 @@ plan. A new kind of activity needs a phase here, instructions in `program.lower`
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import chain
 
 import numpy as np
 
 from realrl.dataflow.call import Call, Kind, MovingAverage
 from realrl.dataflow.graph import DataflowGraph
 from realrl.program.arrays import Bools, Ints
-from realrl.program.order import changes, dependents, dividing_keys, length_calls, producers
+from realrl.program.order import (
+    changes,
+    dependents,
+    dividing_keys,
+    find_deliveries,
+    length_calls,
+    producers,
+)
 
 
 class Phase(IntEnum):
@@ -42,6 +50,8 @@ class Phase(IntEnum):
     OFFLOAD_FOLLOWER = 13
     RELEASE = 14
     OFFLOAD = 15
+    DELIVER = 16
+    """At the end of a step, outputs of a call that runs ahead are sent to the calls of later steps."""
 
 
 _BLOCKS = {Phase.REALLOCATE: Phase.LOAD, Phase.HAND_ON_COLLECTED: Phase.COLLECT} | dict.fromkeys(
@@ -71,7 +81,14 @@ OF_OFFLOADED = (
     Phase.OFFLOAD_FOLLOWER,
 )
 """Phases that exist only for roles whose parameters are in host memory between their uses."""
-_TOGETHER = (Phase.REALLOCATE, Phase.RUN, Phase.UPDATE_FOLLOWER, Phase.REFRESH, Phase.REFRESH_FOLLOWER)
+_TOGETHER = (
+    Phase.REALLOCATE,
+    Phase.RUN,
+    Phase.UPDATE_FOLLOWER,
+    Phase.REFRESH,
+    Phase.REFRESH_FOLLOWER,
+    Phase.DELIVER,
+)
 
 
 @dataclass(frozen=True)
@@ -80,7 +97,8 @@ class Activity:
 
     phase: Phase
     call: int
-    """The call in whose wave the activity takes place. But outputs of a function are collected in a later wave."""
+    """The call in whose wave the activity takes place. But outputs of a function are collected in a later wave, and
+    outputs for later steps are delivered after all waves."""
     home: int
     """Row of the home placement, which holds the role's parameters between steps; for a function, the row of the
     function itself."""
@@ -147,10 +165,20 @@ class StepGraph:
             [q for q in indices if q not in self.done and c in self.sharers[q]] for c in indices
         ]
         """Later calls that can share a call's copy."""
-        self.feeds = [tuple(self.number[p.name] for p in producers(graph, call)) for call in self.calls]
-        """Producers of each call's inputs, in the order of the inputs."""
+        self.feeds = [
+            tuple(self.number[p.name] for p in producers(graph, call) if p.ahead == call.ahead)
+            for call in self.calls
+        ]
+        """Producers of each call's inputs in the same step, in the order of the inputs."""
         self.length_receivers = [self._length_receivers(call) for call in self.calls]
-        """Calls whose ranks receive row lengths from a call."""
+        """Calls whose ranks receive row lengths from a call as soon as it has run."""
+        self.later_receivers = [self._length_receivers(call, later=True) for call in self.calls]
+        """Calls whose ranks receive row lengths from a call at the end of the step."""
+        self.deliveries = {
+            self.number[name]: [(self.number[p.name], self.number[c.name]) for p, c in pairs]
+            for name, pairs in find_deliveries(graph).items()
+        }
+        """Call -> (producer, consumer) of rows that are sent at the end of the step in which the call runs."""
         self.ordered = np.array(
             [[p < c and self._follows(c, p) for p in indices] for c in indices], dtype=bool
         ).reshape(len(self.calls), len(self.calls))
@@ -174,10 +202,11 @@ class StepGraph:
     def _learns(self, c: int, p: int) -> bool:
         return self.calls[p] in self.graph.dependencies(self.calls[c]) and c in self.length_receivers[p]
 
-    def _length_receivers(self, call: Call) -> list[int]:
+    def _length_receivers(self, call: Call, *, later: bool = False) -> list[int]:
         own = [key for key in call.outputs if self.graph.keys[key].length == "own"]
         names = {name for key in own for name in length_calls(self.graph, key)}
-        return sorted({self.number[name] for name in names} | ({self.number[call.name]} if own else set()))
+        found = {self.number[name] for name in names} | ({self.number[call.name]} if own else set())
+        return sorted(c for c in found if (self.calls[c].ahead < call.ahead) is later)
 
     def _late_lengths(self) -> dict[tuple[int, int], list[int]]:
         graph = self.graph
@@ -195,7 +224,9 @@ class StepGraph:
         late = {}
         for c, call in enumerate(self.calls):
             made = [graph.producer(key) for key in dividing_keys(graph, call)]
-            dividing = [self.number[other.name] for other in made if other is not None]
+            dividing = [
+                self.number[other.name] for other in made if other is not None and other.ahead == call.ahead
+            ]
             for p in self.feeds[c]:
                 if found := [q for q in dividing if may_be_late(q, p)]:
                     late[c, p] = found
@@ -207,6 +238,10 @@ class StepGraph:
         match activity.phase:
             case Phase.HAND_ON | Phase.HAND_ON_COLLECTED:
                 return self.length_receivers[activity.call]
+            case Phase.DELIVER:
+                pairs = self.deliveries.get(activity.call, [])
+                rows = {activity.call, *self.later_receivers[activity.call], *chain.from_iterable(pairs)}
+                return sorted(rows)
             case Phase.START | Phase.RUN | Phase.COLLECT | Phase.RELEASE:
                 return (activity.call,)
         return (activity.home, activity.target)
@@ -219,6 +254,8 @@ class StepGraph:
         ]
         for c in calls:
             home = self.home[c]
+            if c in self.deliveries or self.later_receivers[c]:
+                found.append(Activity(Phase.DELIVER, c, home, home))
             if c in self.functions:
                 found += [
                     Activity(phase, c, home, home) for phase in (Phase.COLLECT, Phase.HAND_ON_COLLECTED)
@@ -330,21 +367,25 @@ class StepFacts:
         """Find the wave of each activity, [activities, plans].
 
         Outputs of a function are collected in the wave before the first call that needs them, so that other calls
-        run meanwhile. If no call needs them, they are collected after all waves.
+        run meanwhile. If no call needs them, they are collected after all waves. Outputs for later steps are
+        delivered last.
         """
+        last = self.wave.max(axis=0, initial=0) + 3
         collecting = {}
         for f, needing in self.step.dependents.items():
             needing = [c for c in needing if c not in self.step.done]
             first = self.wave[needing].min(axis=0) if needing else self.wave.max(axis=0) + 2
             collecting[f] = np.maximum(self.wave[f], first - 1)
-        return np.array(
-            [
-                collecting[a.call]
-                if a.phase in (Phase.COLLECT, Phase.HAND_ON_COLLECTED)
-                else self.wave[a.call]
-                for a in activities
-            ]
-        )
+
+        def wave_of(activity: Activity) -> Ints:
+            match activity.phase:
+                case Phase.COLLECT | Phase.HAND_ON_COLLECTED:
+                    return collecting[activity.call]
+                case Phase.DELIVER:
+                    return last
+            return self.wave[activity.call]
+
+        return np.array([*map(wave_of, activities)])
 
     def _moves(self, activity: Activity) -> Bools:
         """Find which plans load or offload a role's parameters in an activity, provided that the plans offload them

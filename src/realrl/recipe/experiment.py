@@ -16,7 +16,7 @@ from realrl.recipe.environment import EnvironmentConfig
 from realrl.recipe.evaluation import EvaluationConfig
 from realrl.recipe.model import ModelConfig
 from realrl.recipe.run_settings import CheckpointConfig, LaunchConfig, Resume, TrackersConfig
-from realrl.recipe.training import TrainingConfig
+from realrl.recipe.training import AsynchronyConfig, TrainingConfig
 
 if TYPE_CHECKING:
     from realrl.recipe.algorithm import AlgorithmSpec
@@ -133,6 +133,7 @@ class Experiment(Settings):
     measured on a GPU yet; predictions assume the built-in kernels (docs/gpu.md)."""
     data: DataConfig
     training: TrainingConfig = TrainingConfig()
+    asynchrony: AsynchronyConfig = AsynchronyConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     launch: LaunchConfig = LaunchConfig()

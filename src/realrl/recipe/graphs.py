@@ -5,6 +5,7 @@ from itertools import chain
 from typing import Any
 
 from realrl.config.errors import UserError
+from realrl.dataflow.asynchrony import run_ahead
 from realrl.dataflow.call import ROUTED_EXPERTS, Kind
 from realrl.dataflow.environment import OUTPUTS as ENVIRONMENT_KEYS
 from realrl.dataflow.environment import add_environment
@@ -22,7 +23,8 @@ SAMPLED = ("sequences", "prompt_length", "finished")
 
 def build_graph(experiment: Experiment) -> DataflowGraph:
     """Build the calls of one training step. Raises UserError if they contradict the algorithm's description."""
-    return _build(experiment, experiment.spec.train_graph, "train_graph", _train_problems)
+    graph = _build(experiment, experiment.spec.train_graph, "train_graph", _train_problems)
+    return run_ahead(graph, experiment.asynchrony.staleness)
 
 
 def build_eval_graph(experiment: Experiment) -> DataflowGraph | None:

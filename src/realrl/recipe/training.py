@@ -40,3 +40,13 @@ class TrainingConfig(Settings):
     gradient is not finite. The run also stops after as many consecutive training steps that each skipped an
     optimizer step. A run ends with an error if its last training step skipped all optimizer steps, or if every
     training step skipped an optimizer step."""
+
+
+class AsynchronyConfig(Settings):
+    """Sampling that runs ahead of training, on devices of its own, so that neither waits for the other."""
+
+    staleness: int = Field(default=0, ge=0, le=8)
+    """Number of steps by which sampling runs ahead of training. The samples of a step then come from weights that
+    are this many optimizer steps of training older, and the algorithm must correct for it. 0 samples each batch
+    with the latest weights. With 2 or more, reward functions run between sampling and training, in a step of their
+    own. See docs/asynchrony.md."""

@@ -6,7 +6,7 @@ The inputs of a step are records, seeds and learning rates. Its results are metr
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from realrl.algorithms.base.method import Metrics
 from realrl.config.errors import UserError
@@ -19,6 +19,7 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.engine.generation.sampling_noise import SamplingSeed
 from realrl.engine.training.optimizer import compute_learning_rate
 from realrl.plan.plan import Plan
+from realrl.program.validate import select_batches
 from realrl.recipe.algorithm import SCORE
 from realrl.recipe.model import trained_models
 from realrl.runtime.costs import Costs
@@ -27,7 +28,7 @@ from realrl.runtime.measure.step_timer import StepTimer
 from realrl.runtime.prepare.job import Job, SampledStep
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.store import Store
-from realrl.runtime.worker.worker import StepInput, StepWatch, Worker
+from realrl.runtime.worker.worker import BatchUnderWay, StepInput, StepWatch, Worker
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +38,14 @@ class StepData:
     store: Store
     prompts: list[int]
     """Numbers of the records of the step."""
+
+
+@dataclass(eq=False, kw_only=True)
+class TrainingBatch(BatchUnderWay):
+    """A batch of training on this rank."""
+
+    prompts: list[int]
+    """Numbers of the records of the batch."""
 
 
 class TrainingSteps:
@@ -79,6 +88,10 @@ class TrainingSteps:
         """Factor of the learning rates of the schedules."""
         self.taken = 0
         """Number of records taken so far, including records whose samples were replaced."""
+        self.under_way: dict[int, TrainingBatch] = {}
+        """Batches that are sampled but not trained on yet, by the number of their step, counted from 0."""
+        self._first = 0
+        """Step of the first batch that this start of the run samples."""
         self.latest: StepData | None = None
         """The latest step, which may have failed; None before the first step."""
         self.data = records.identify()
@@ -91,20 +104,46 @@ class TrainingSteps:
     def run(self, step: int, watch: StepWatch | None = None) -> dict[str, float]:
         """Execute a step, which is counted from 0.
 
-        Returns metrics by `call/name`. Only the rank that writes has all of them.
+        If sampling runs ahead, and no batch is under way, steps that only sample run first. Returns metrics by
+        `call/name`. Only the rank that writes has all of them.
         """
-        phase, sampled = self._job.train, self._job.sampled
+        sampled = self._job.sampled
         if sampled is not None:
             return self._run_in_rounds(step, sampled, watch)
-        store = Store(phase.graph, phase.plan, self._samples)
-        prompts = self._take(self._job.experiment.data.batch)
-        self.latest = StepData(store, prompts)
+        graph = self._job.train.graph
+        if step not in self.under_way:
+            self._first = step
+            for earlier in range(step - graph.ahead, step):
+                self._run_batches(earlier)
         with self._costs.step():
-            program = phase.programs_of(step + 1)[self._process.rank]
-            inputs = self._make_input(step, prompts)
-            metrics = self._worker.run(program, store, inputs, self._costs.timer, watch)
-        self._costs.add_lengths(store)
-        return flatten(metrics)
+            self._run_batches(step, self._costs.timer, watch)
+        batch = self.under_way.pop(step)
+        self._costs.add_lengths(batch.store)
+        return flatten(batch.metrics)
+
+    def _run_batches(self, step: int, timer: StepTimer | None = None, watch: StepWatch | None = None) -> None:
+        """Work on all batches of a step. Before the first step of a run, `step` is negative."""
+        phase = self._job.train
+        selected = select_batches(phase.graph, step, first=self._first, count=self.count)
+        if not selected:
+            return
+        new = step + phase.graph.ahead
+        if phase.graph.ahead in selected:
+            prompts = self._take(self._job.experiment.data.batch)
+            self._begin_batch(new, prompts)
+        batches = {ahead: self.under_way[step + ahead] for ahead in selected}
+        if 0 in batches:
+            trained = batches[0]
+            # A callback may have changed the rates since the batch was sampled.
+            trained.input = replace(trained.input, rates=self._find_rates(step))
+            self.latest = StepData(trained.store, trained.prompts)
+        program = phase.programs_of(step + 1, selected)[self._process.rank]
+        self._worker.run_batches(program, batches, timer, watch)
+
+    def _begin_batch(self, step: int, prompts: list[int]) -> None:
+        """Begin the batch that is trained on in `step`. `prompts`: numbers of its records."""
+        store = Store(self._job.train.graph, self._job.train.plan, self._samples)
+        self.under_way[step] = TrainingBatch(store, self._make_input(step, prompts), prompts=prompts)
 
     def _run_in_rounds(self, step: int, sampled: SampledStep, watch: StepWatch | None) -> dict[str, float]:
         phase, timer = self._job.train, self._costs.timer
@@ -147,18 +186,21 @@ class TrainingSteps:
     def _make_input(self, step: int, prompts: list[int], first_sequence: int = 0) -> StepInput:
         # The samples of a prompt are consecutive items: prompt = item // samples.
         indices = [i for i in prompts for _ in range(self._samples)]
-        rates = {
-            role: self.rate_factor * compute_learning_rate(config.optimizer, step, self.count)
-            for role, config in trained_models(self._job.experiment.model_configs).items()
-        }
         return StepInput(
             records=self._records.batch(indices),
             sampling_seed=SamplingSeed(self._job.experiment.seed, step, first_sequence),
-            rates=rates,
+            rates=self._find_rates(step),
             further=self._records.further_fields(indices),
             origins=self._records.list_origins(indices),
             samples=self._samples,
         )
+
+    def _find_rates(self, step: int) -> dict[str, float]:
+        """Find the learning rate of each trained role in a step."""
+        return {
+            role: self.rate_factor * compute_learning_rate(config.optimizer, step, self.count)
+            for role, config in trained_models(self._job.experiment.model_configs).items()
+        }
 
 
 def _identify_code(graph: DataflowGraph) -> dict[str, int]:

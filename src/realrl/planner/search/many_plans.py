@@ -139,6 +139,8 @@ class Facts(StepFacts):
                 return self.seconds[activity.call]
             case Phase.HAND_ON | Phase.HAND_ON_COLLECTED:
                 return self._sharing_seconds(activity.call)
+            case Phase.DELIVER:
+                return self._delivery_seconds(activity.call)
             case Phase.START | Phase.COLLECT | Phase.RELEASE:
                 return np.zeros(columns.first.shape[1])
         if activity.target != activity.home:
@@ -147,10 +149,23 @@ class Facts(StepFacts):
             )
         return (columns.load_seconds if activity.frees is None else columns.unload_seconds)[activity.home]
 
-    def _sharing_seconds(self, c: int) -> Floats:
+    def _delivery_seconds(self, c: int) -> Floats:
+        """Seconds to hand on rows at the end of a step, for a later step, [plans]."""
+        tables, layout = self.tables, self.columns.layout
+        seconds = np.zeros(layout.shape[1])
+        if tables.later_receivers[c]:
+            seconds = self._sharing_seconds(c, [c, *tables.later_receivers[c]])
+        for producer, consumer in tables.deliveries.get(c, ()):
+            source, target = (tables.layouts(call)[layout[call]] for call in (producer, consumer))
+            names = tables.calls[producer].name, tables.calls[consumer].name
+            seconds = seconds + tables.problem.exchange.seconds(*names, source, target)
+        return seconds
+
+    def _sharing_seconds(self, c: int, told: list[int] | None = None) -> Floats:
         """Seconds to send the lengths of a call's rows from its output ranks to all ranks that need them,
-        [plans]."""
-        graph, told = self.tables.graph, self.tables.length_receivers[c]
+        [plans]. `told`: the calls of these ranks; by default, the calls that need the lengths at once."""
+        graph = self.tables.graph
+        told = self.tables.length_receivers[c] if told is None else told
         keys = sum(graph.keys[key].length == "own" for key in self.tables.calls[c].outputs)
         # Count the ranks in the union of the receivers' meshes, from left to right.
         order = np.argsort(self.columns.first[told], axis=0)
@@ -370,7 +385,8 @@ class Timeline:
         self._sharing = {a: of.call for a, of in enumerate(activities) if of.phase in _SHARING}
         owner = np.array([of.call for of in activities])
         same = owner == np.arange(len(tables.calls))[:, None]
-        self._wait = np.where(same & [a in self._sharing for a in range(len(activities))], 0.0, _NEVER)
+        hands_on = [of.phase in (*_SHARING, Phase.DELIVER) for of in activities]
+        self._wait = np.where(same & hands_on, 0.0, _NEVER)
         self._functions = {of.call: a for a, of in enumerate(activities) if of.phase is Phase.COLLECT}
 
     def _takes_time(self, activity: Activity) -> bool:

@@ -45,7 +45,7 @@ def list_early_loads(
                 for footprint in device.footprints
             }
             devices.append((programs[rank], device, needed))
-    peak = max(min(max(needed.values()), device.capacity) for _, device, needed in devices)
+    peak = max(min(max(needed.values(), default=0), device.capacity) for _, device, needed in devices)
     found: list[tuple[Program, EarlyLoads]] = []
     for program, device, needed in devices:
         communicators = sum(device.resident.values()) - resting

@@ -25,7 +25,7 @@ from realrl.program.instructions import Program
 from realrl.program.lower import home_placements, kept_copies, lower, lower_start, offloaded
 from realrl.program.memory import Memory, StoredModel, check_offloading
 from realrl.program.order import TrainableParts
-from realrl.program.validate import validate, validate_start
+from realrl.program.validate import validate, validate_ahead, validate_start
 from realrl.recipe.algorithm import SCORE
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.model import ModelConfig, freeze, trained_models
@@ -35,18 +35,19 @@ from realrl.recipe.model import ModelConfig, freeze, trained_models
 class Phase:
     """One kind of step: its graph, its plan, and the program of every rank.
 
-    `programs` update all moving averages of the graph. `partial` has the programs of steps in which only some
-    averages are due. Its keys are the periods of the due averages, in steps.
+    `programs` update all moving averages of the graph, and work on all batches of a step. `partial` has the
+    programs of steps in which only some averages are due, or that work on fewer batches (`select_batches`). Its
+    keys are the periods of the due averages, in steps, and the batches.
     """
 
     graph: DataflowGraph
     plan: Plan
     programs: list[Program]
-    partial: Mapping[frozenset[int], list[Program]]
+    partial: Mapping[tuple[frozenset[int], range], list[Program]]
 
-    def programs_of(self, step: int) -> list[Program]:
-        """Return the programs of a training step, which is counted from 1."""
-        return self.partial.get(self.graph.due(step), self.programs)
+    def programs_of(self, step: int, batches: range = range(1)) -> list[Program]:
+        """Return the programs of a training step, which is counted from 1, that work on `batches`."""
+        return self.partial.get(_name_step(self.graph.due(step), batches), self.programs)
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,8 @@ class Job:
     def programs(self) -> dict[str, list[Program]]:
         """Programs of all ranks, by name: `start`, unless it is empty, and each kind of step.
 
-        `train-due-2` has the programs of steps in which only moving averages of period 2 are due.
+        `train-due-2` has the programs of steps in which only moving averages of period 2 are due, and
+        `train-batches-1` those of a first step that only samples the batch that is trained on one step later.
         """
         starts = any(program.instructions for program in self.start)
         found = {"start": self.start} if starts else {}
@@ -145,8 +147,13 @@ class Job:
             phases |= {"sampling": self.sampled.sampling, "learning": self.sampled.learning}
         for name, phase in phases.items():
             found[name] = phase.programs
-            for due, programs in phase.partial.items():
-                found[f"{name}-due-{'-'.join(map(str, sorted(due))) or 'none'}"] = programs
+            for (due, batches), programs in phase.partial.items():
+                parts = [name]
+                if due != phase.graph.periods and 0 in batches:
+                    parts.append(f"due-{'-'.join(map(str, sorted(due))) or 'none'}")
+                if len(batches) <= phase.graph.ahead:
+                    parts.append(f"batches-{'-'.join(map(str, batches))}")
+                found["-".join(parts)] = programs
         return found
 
 
@@ -368,13 +375,31 @@ def _compile_phase(
     homes = {role: homes[role] for role in graph.roles}
     kept = {role: kept[role] for role in graph.roles if role in kept}
 
-    def build(graph: DataflowGraph) -> list[Program]:
-        programs = lower(graph, plan, homes, kept, parts, done or {})
-        validate(programs, graph, homes, offloaded(plan), kept, parts, done)
-        return programs
+    def build(graph: DataflowGraph, batches: range) -> list[Program]:
+        return lower(graph, plan, homes, kept, parts, done or {}, batches)
 
-    partly = [due for due in share_steps(graph.periods) if due != graph.periods]
-    return Phase(graph, plan, build(graph), {due: build(graph.with_due(due)) for due in partly})
+    made: dict[tuple[frozenset[int], range], list[Program]] = {}
+    everything = range(graph.ahead + 1)
+    for due in {graph.periods: None, **share_steps(graph.periods)}:
+        of_due = graph.with_due(due)
+
+        def programs_of(batches: range, of_due: DataflowGraph = of_due) -> list[Program]:
+            name = _name_step(of_due.periods, batches)
+            if name not in made:
+                made[name] = build(of_due, batches)
+            return made[name]
+
+        if graph.ahead:
+            validate_ahead(programs_of, of_due, homes, offloaded(plan), kept, parts)
+        else:
+            validate(programs_of(everything), of_due, homes, offloaded(plan), kept, parts, done)
+    programs = made.pop((graph.periods, everything))
+    return Phase(graph, plan, programs, made)
+
+
+def _name_step(due: frozenset[int], batches: range) -> tuple[frozenset[int], range]:
+    """Identify the programs of a step. No moving average is due in a step that trains on no batch."""
+    return due if 0 in batches else frozenset(), batches
 
 
 def _check_batch(experiment: Experiment, graph: DataflowGraph, plan: Plan) -> None:

@@ -43,6 +43,7 @@ from realrl.program.instructions import (
     ShareLengths,
 )
 from realrl.program.memory import EarlyLoads
+from realrl.program.order import producers, transfer_ahead
 from realrl.program.text import format_instruction
 from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.stop_strings import StopStrings
@@ -90,9 +91,20 @@ class StepWatch(Protocol):
         """See the outputs of a call, which this rank has just put into the store. It may replace them."""
 
 
+@dataclass(eq=False)
+class BatchUnderWay:
+    """A batch on this rank, from its records to training."""
+
+    store: Store
+    input: StepInput
+    metrics: dict[str, Metrics] = field(default_factory=dict)
+    """Metrics by call. The rank that writes has the metrics of all calls that have run. Other ranks have those of
+    the calls that they run."""
+
+
 @dataclass
 class _Step:
-    """A step in progress."""
+    """A step in progress, as the calls of one batch see it."""
 
     store: Store
     input: StepInput
@@ -102,6 +114,11 @@ class _Step:
     """Metrics by call."""
     advance: Callable[[], None]
     """Function that reports progress to the watchdog."""
+
+    @property
+    def number(self) -> int:
+        """Number of the training step that trains on the batch, counted from 0."""
+        return self.input.sampling_seed.step
 
     def after_pass(self) -> None:
         """Record that a decode step, or a micro-batch's forward or backward pass, has finished."""
@@ -168,24 +185,60 @@ class Worker:
         timer: StepTimer | None = None,
         watch: StepWatch | None = None,
     ) -> dict[str, Metrics]:
-        """Execute one step, and put its results into the empty `store`. `timer` measures the step, and `watch` sees
-        its calls.
+        """Execute a step that works on one batch, and put its results into the empty `store`.
 
-        Returns metrics by call. The rank that writes gets the metrics of all calls. Other ranks get the metrics of
-        the calls that they run. If a function has failed, its error is raised when its outputs or metrics are
-        needed, or at the end of the step.
+        Returns the metrics of the batch. The other arguments and errors are those of `run_batches`.
         """
-        now = _Step(store, step, timer, watch, {}, self._activity.advance)
+        batch = BatchUnderWay(store, step)
+        self.run_batches(program, {0: batch}, timer, watch)
+        return batch.metrics
+
+    def run_batches(
+        self,
+        program: Program,
+        batches: Mapping[int, BatchUnderWay],
+        timer: StepTimer | None = None,
+        watch: StepWatch | None = None,
+    ) -> None:
+        """Execute one step. `batches`: the batches that it works on, by the number of steps until they are trained
+        on. Results are added to the batches. `timer` measures the step, and `watch` sees its calls.
+
+        If a function has failed, its error is raised when its outputs or metrics are needed, or at the end of the
+        step.
+        """
+        steps = {
+            ahead: _Step(batch.store, batch.input, timer, watch, batch.metrics, self._activity.advance)
+            for ahead, batch in batches.items()
+        }
+        graph = next(iter(batches.values())).store.graph
+        sent = {
+            (producer.name, call.name): transfer_ahead(graph, producer, call)
+            for call in graph.calls
+            for producer in producers(graph, call)
+        }
+
+        def now(instruction: Instruction) -> _Step:
+            """Find the batch that an instruction works on."""
+            match instruction:
+                case Feed():
+                    return steps[graph.ahead]
+                case Send(producer=producer, consumer=call) | Receive(producer=producer, consumer=call):
+                    return steps[sent[producer, call]]
+                case Run(call=call) | ShareLengths(call=call) | Report(call=call):
+                    return steps[graph.call(call).ahead]
+            # Parameters belong to no batch; they move for the batch that is trained on.
+            return steps[min(steps)]
+
         handlers: dict[type[Instruction], Callable[..., None]] = {
-            Feed: lambda _: store.feed(step.records),
-            Run: lambda i: self._run_call(i, now),
-            Send: lambda i: self._exchange.send(i, store),
-            Receive: lambda i: self._exchange.receive(i, store),
-            ShareLengths: lambda i: self._exchange.share_lengths(i, store),
-            Report: lambda i: self._exchange.report(i, now.metrics),
+            Feed: lambda i: now(i).store.feed(now(i).input.records),
+            Run: lambda i: self._run_call(i, now(i)),
+            Send: lambda i: self._exchange.send(i, now(i).store),
+            Receive: lambda i: self._exchange.receive(i, now(i).store),
+            ShareLengths: lambda i: self._exchange.share_lengths(i, now(i).store),
+            Report: lambda i: self._exchange.report(i, now(i).metrics),
             **self._movers,
         }
-        orders = {call.name: i for i, call in enumerate(store.graph.order)}
+        orders = {call.name: i for i, call in enumerate(graph.order)}
         reached = 0
         early = next((loads for of, loads in self._early_loads if of is program), {})
         for position, instruction in enumerate(program.instructions):
@@ -193,22 +246,22 @@ class Worker:
             reached = max(reached, orders.get(of or "", 0))
             self._activity.begin(text, of, reached, position)
             if isinstance(instruction, Run) and instruction.role is None:
-                self._start(instruction, now)
+                self._start(instruction, now(instruction))
                 continue
             measured = nullcontext() if timer is None else timer.instruction(instruction)
-            with self._trace.slice(text, step=step.sampling_seed.step) as details, measured:
+            with self._trace.slice(text, step=now(instruction).number) as details, measured:
                 function = self._needed(instruction)
                 if function is not None:
-                    details["waiting"] = self._collect(function, now)
+                    details["waiting"] = self._collect(function, steps[graph.call(function).ahead])
                 for load in early.get(position, ()):
                     self._roles.prefetch(load)
                 handlers[type(instruction)](instruction)
             self._activity.advance()
         for function in self._functions.running:
-            with self._trace.slice(f"wait for {function}", step=step.sampling_seed.step):
-                self._collect(function, now)
+            batch = steps[graph.call(function).ahead]
+            with self._trace.slice(f"wait for {function}", step=batch.number):
+                self._collect(function, batch)
         self._exchange.finish()
-        return now.metrics
 
     def _start(self, run: Run, now: _Step) -> None:
         """Start a function in the background, unless this rank has no items for it."""

@@ -1,0 +1,65 @@
+"""Runs whose sampling runs ahead: they learn the same under every plan, and exactly what the settings say."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from realrl.recipe.graphs import build_graph
+from realrl.recipe.load import load_experiment
+from realrl.testing.ranks import run_on_ranks
+from tests.conftest import World, read_metrics
+
+REWARD = """
+def score(completions, **columns):
+    return [float(len(text) % 5) for text in completions]
+"""
+ALGORITHMS = ("ppo", "grpo", "reinforce_pp")
+
+
+def write_recipe(world: World, directory: Path, algorithm: str, staleness: int, **changes: Any) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "reward.py").write_text(REWARD)
+    changes = {"reward": str(directory / "reward.py") + ":score", "models__reward": None, **changes}
+    return world.recipe(algorithm, directory, asynchrony__staleness=staleness, **changes)
+
+
+def part(file: Path, size: int = 2) -> Path:
+    """Let a recipe generate on its last rank, and do everything else on the others."""
+    experiment = load_experiment(str(file))
+    calls: dict[str, Any] = {}
+    for call in build_graph(experiment).calls:
+        if call.kind == "generate":
+            calls[call.name] = {"mesh": str(size - 1), "dp": 1, "tp": 1, "pp": 1}
+        elif call.is_function:
+            calls[call.name] = {"mesh": str(size - 1), "dp": 1}
+        else:
+            mesh = "0" if size == 2 else f"0-{size - 2}"
+            calls[call.name] = {"mesh": mesh, "dp": size - 1, "tp": 1, "pp": 1}
+    plan = file.with_name("plan.yaml")
+    plan.write_text(yaml.safe_dump({"cluster": f"1x{size}", "calls": calls}))
+    document = yaml.safe_load(file.read_text())
+    file.write_text(yaml.safe_dump(document | {"plan": str(plan), "cluster": f"1x{size}"}))
+    return file
+
+
+def learnt(file: Path) -> list[dict[str, float]]:
+    """Metrics of the steps of a run that say what it learnt."""
+    rows = read_metrics(Path(yaml.safe_load(file.read_text())["run_dir"]))
+    names = ("loss", "score", "kl", "grad_norm", "value_loss", "importance_ratio", "response_tokens")
+    return [{k: v for k, v in row.items() if k.rpartition("/")[2] in names} for row in rows]
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_learning_is_the_same_on_one_process_and_apart(
+    world: World, tmp_path: Path, algorithm: str, staleness: int
+) -> None:
+    alone = write_recipe(world, tmp_path / "alone", algorithm, staleness)
+    apart = part(write_recipe(world, tmp_path / "apart", algorithm, staleness))
+    run_on_ranks(1, [alone])
+    run_on_ranks(2, [apart])
+    assert len(learnt(alone)) == len(learnt(apart)) == 5
+    for mine, theirs in zip(learnt(alone), learnt(apart), strict=True):
+        assert mine and mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
