@@ -84,12 +84,15 @@ class CheckpointContents:
         roles: Sequence[str],
         find_model: Callable[[str], Model | None],
         trainers: Mapping[str, Trainer],
+        list_rows: "Callable[[], State]" = dict,
     ) -> None:
         """`roles`: the roles that training changes.
 
-        `find_model` returns the model of a role that this rank saves and loads, or None.
+        `find_model` returns the model of a role that this rank saves and loads, or None. `list_rows` lists rows of
+        batches that this rank saves as well (`checkpoint.rows`).
         """
         self._roles, self._find_model, self._trainers = roles, find_model, trainers
+        self._list_rows = list_rows
 
     def list_saved(self) -> State:
         """List the boxes that this rank writes. All ranks together write every element once.
@@ -103,7 +106,7 @@ class CheckpointContents:
                 _add_replicated(state, role, model, held)
             else:
                 _add_trained(state, role, trainer, whole=False)
-        return state
+        return {**state, **self._list_rows()}
 
     def list_loaded(self) -> State:
         """List the boxes that this rank reads.

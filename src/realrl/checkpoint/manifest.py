@@ -18,7 +18,7 @@ MANIFEST = "manifest.json"
 """Name of the manifest file. It is written last, so a directory that contains it is a complete checkpoint."""
 FORMAT = 2
 """Version of the format. Checkpoints of any other version are refused."""
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int64": 8, "int32": 4, "int16": 2}
 """Bytes per element of each dtype that a checkpoint may contain."""
 LARGEST_MANIFEST = 2**31
 """Maximum bytes of a manifest. Larger files are refused."""
@@ -56,7 +56,8 @@ class StoredState:
 class Manifest:
     """Contents of a checkpoint.
 
-    `tensors`: all tensors, by their names ROLE/KIND/NAME. `files`: size of each file in bytes, by file name.
+    `tensors`: all tensors, by their names: ROLE/KIND/NAME, or those of `checkpoint.rows`.
+    `files`: size of each file in bytes, by file name.
     `state`: all other state from which a run resumes.
     """
 

@@ -204,6 +204,8 @@ class RunState:
     """State that determines which notes a resumed run still prints, see `StepNotes.state_dict`."""
     rate_factor: float = 1.0
     """Factor of the learning rates, which callbacks may change."""
+    under_way: list[dict[str, Any]] = field(default_factory=list)
+    """Batches that were sampled but not trained on yet, in the order of their steps. See `TrainingSteps`."""
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values."""
@@ -222,6 +224,8 @@ class Restored:
     path: Path
     state: RunState
     problems: tuple[str, ...]
+    rows: dict[int, dict[str, dict[int, Any]]] = field(default_factory=dict)
+    """Rows of the batches under way, see `checkpoint.rows`."""
 
 
 def name_state_file(models: Path) -> Path:

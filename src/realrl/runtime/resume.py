@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from realrl.algorithms.base.method import Algorithm, FunctionMethod, StatefulMethod
-from realrl.checkpoint.contents import CheckpointContents
+from realrl.checkpoint.contents import CheckpointContents, State
 from realrl.checkpoint.manifest import CheckpointError, Manifest, read_manifest
+from realrl.checkpoint.rows import collect_rows, make_room
 from realrl.checkpoint.saved import Restored, RunState, list_checkpoints
 from realrl.checkpoint.storage import check_tensors, read_state
 from realrl.config.errors import RunError, UserError
@@ -126,24 +127,26 @@ def restore(
     problems: list[str] = []
     for path in paths:
         problem, manifest, state = None, None, None
+        rows: State = {}
         tensors = contents.list_loaded()
         try:
             manifest, state = _open(path)
             check_tensors(path, manifest, tensors)
+            rows = make_room(manifest)
         except CheckpointError as error:
             problem = str(error)
         problem = _find_first(problem, process)
         if problem is None:
             assert manifest is not None and state is not None, "all ranks have opened it"
             try:
-                read_state(path, manifest, tensors, group=group)
+                read_state(path, manifest, {**tensors, **rows}, group=group)
             except CheckpointError as error:
                 problem = str(error)
             problem = _find_first(problem, process)
         if problem is None:
             assert state is not None, "all ranks have opened it"
             contents.spread()
-            return Restored(path, state, tuple(problems))
+            return Restored(path, state, tuple(problems), collect_rows(rows))
         problems.append(problem)
     raise UserError(
         f"no checkpoint of this run can be read: {'; '.join(problems)}; overwrite=true starts from the beginning"
@@ -232,6 +235,7 @@ class StatefulParts:
             rollbacks=rollbacks,
             notes=self.notes.state_dict(),
             rate_factor=self.training.rate_factor,
+            under_way=self.training.describe_batches(),
         )
 
     def load_state(self, state: RunState) -> None:
@@ -296,6 +300,13 @@ class Continuation:
             self._compare_data(self.restored.state)
             self._compare_scoring(self.restored.state)
             self._load_state(self.restored.state)
+            batches, rows = self.restored.state.under_way, self.restored.rows
+            dropped = self._parts.training.restore_batches(self.restored.state.step, batches, rows)
+            if dropped:
+                self.notes.append(
+                    f"{dropped} batches that were sampled before the run stopped are sampled again, because other"
+                    " batches would be under way now (asynchrony.staleness or the number of steps has changed)"
+                )
 
     def _compare_data(self, state: RunState) -> None:
         """Compare the training data with the data that the checkpoint describes."""
@@ -388,6 +399,7 @@ class Continuation:
             found = restore(before, self._contents, self._process, self.checkpointer.group)
         taken = self._parts.training.taken
         self._load_state(found.state)
+        self._parts.training.drop_batches()
         self._parts.training.taken, self._rollbacks = taken, rollbacks + 1
         if self._process.rank == WRITER:
             self._directory.go_back(found)

@@ -5,13 +5,15 @@ The inputs of a step are records, seeds and learning rates. Its results are metr
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from realrl.algorithms.base.method import Metrics
+from realrl.checkpoint.rows import Rows, StoredRows
 from realrl.config.errors import UserError
 from realrl.config.user_code import find_source, is_own_module
-from realrl.data.batch import Ragged
+from realrl.data.batch import KEY_DTYPES, Ragged
 from realrl.data.dataset import Dataset
 from realrl.data.order import Order
 from realrl.dataflow.call import Kind
@@ -19,6 +21,7 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.engine.generation.sampling_noise import SamplingSeed
 from realrl.engine.training.optimizer import compute_learning_rate
 from realrl.plan.plan import Plan
+from realrl.program.lower import WRITER
 from realrl.program.validate import select_batches
 from realrl.recipe.algorithm import SCORE
 from realrl.recipe.model import trained_models
@@ -139,6 +142,73 @@ class TrainingSteps:
             self.latest = StepData(trained.store, trained.prompts)
         program = phase.programs_of(step + 1, selected)[self._process.rank]
         self._worker.run_batches(program, batches, timer, watch)
+
+    def list_rows(self) -> dict[int, Rows]:
+        """List the rows of batches under way that calls of this rank have produced, between two steps."""
+        phase, rank, done = self._job.train, self._process.rank, min(self.under_way, default=0)
+        found: dict[int, Rows] = {}
+        for step, batch in self.under_way.items():
+            rows: dict[str, tuple[list[int], Ragged]] = {}
+            for call in phase.graph.calls:
+                placement = phase.plan[call.name]
+                if call.ahead > step - done and rank in placement.output_ranks:
+                    items = batch.store.items(call, placement.item_index(rank))
+                    rows |= {key: (items, batch.store.rows(key, items)) for key in call.outputs}
+            found[step] = rows
+        return found
+
+    def describe_batches(self) -> list[dict[str, Any]]:
+        """Describe the batches under way by JSON values, without their rows."""
+        return [
+            {
+                "step": step,
+                "prompts": batch.prompts,
+                "metrics": {call: metrics.to_plain() for call, metrics in batch.metrics.items()},
+            }
+            for step, batch in sorted(self.under_way.items())
+        ]
+
+    def restore_batches(
+        self,
+        done: int,
+        batches: Sequence[Mapping[str, Any]],
+        rows: StoredRows,
+    ) -> int:
+        """Restore the batches under way after `done` steps: what `describe_batches` returned, and the rows of all
+        ranks. `taken` has been restored before.
+
+        Batches are dropped if other batches would be under way in this run. Their records are then taken again.
+        Returns the number of dropped batches.
+        """
+        graph = self._job.train.graph
+        steps = [batch["step"] for batch in batches]
+        produced = {
+            step: {key for call in graph.calls if call.ahead > step - done for key in call.outputs}
+            for step in steps
+        }
+        fits = all(rows.get(step, {}).keys() == keys for step, keys in produced.items())
+        if not fits or steps != list(range(done, min(done + graph.ahead, self.count))):
+            self.taken -= sum(len(batch["prompts"]) for batch in batches)
+            return len(batches)
+        for batch in batches:
+            self._begin_batch(batch["step"], batch["prompts"])
+            restored = self.under_way[batch["step"]]
+            restored.store.feed(restored.input.records)
+            for key, values in rows[batch["step"]].items():
+                items = sorted(values)
+                dtype = KEY_DTYPES[graph.keys[key].dtype]
+                restored.store.put(key, items, Ragged.of([values[item] for item in items], dtype=dtype))
+                if graph.keys[key].length == "own":
+                    restored.store.lengths[key] = tuple(len(values[item]) for item in items)
+            if self._process.rank == WRITER:
+                restored.metrics = {
+                    call: Metrics.from_plain(plain) for call, plain in batch["metrics"].items()
+                }
+        return 0
+
+    def drop_batches(self) -> None:
+        """Drop all batches under way. The next step samples new ones first."""
+        self.under_way.clear()
 
     def _begin_batch(self, step: int, prompts: list[int]) -> None:
         """Begin the batch that is trained on in `step`. `prompts`: numbers of its records."""

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from realrl.algorithms.base.method import FunctionMethod
 from realrl.algorithms.build import build_algorithm
 from realrl.checkpoint.contents import CheckpointContents
+from realrl.checkpoint.rows import list_rows
 from realrl.checkpoint.saved import BEST, find_saved, find_saved_state, load_saved_state
 from realrl.config.errors import RunError, UserCodeError, UserError
 from realrl.config.files import as_os_error, reason_of, whole_file
@@ -167,7 +168,12 @@ class TrainingRun:
             functions=functions,
             algorithm=lambda: self.algorithm,
         )
-        contents = CheckpointContents(self.roles.learning, self.roles.home_model, self.roles.trainers)
+        contents = CheckpointContents(
+            self.roles.learning,
+            self.roles.home_model,
+            self.roles.trainers,
+            lambda: list_rows(self.training.list_rows(), process.rank),
+        )
         self.checkpointer = Checkpointer(
             experiment, process, contents, self.directory, group, self.saver.export
         )

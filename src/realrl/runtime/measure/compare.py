@@ -94,7 +94,12 @@ def compare(info: RunInfo, prediction: Prediction | None, log: "TimingLog") -> C
         step=Seconds.of(log.step.counted),
         predicted_step_seconds=expected.repeated_seconds if expected else None,
         predicted_interval=prediction.interval if prediction else None,
-        calls=tuple(_call(call, info, expected, log) for call in info.job.train.graph.order),
+        calls=tuple(
+            _call(call, info, expected, log)
+            for call in info.job.train.graph.order
+            # The last steps of a run sample nothing if sampling runs ahead.
+            if call.name in log.spans and log.spans[call.name].counted
+        ),
         reallocations=tuple(
             _move(text, expected, log)
             for text in _reallocations(info.job.train.programs)

@@ -13,14 +13,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from realrl.checkpoint.rows import Rows
 from realrl.checkpoint.saved import list_records
 from realrl.config.errors import UserError
 from realrl.config.files import whole_file
 from realrl.data.batch import Ragged
 from realrl.runtime.records.fingerprints import Fingerprint, Fingerprints, add_fingerprints
-
-Rows = Mapping[str, tuple[Sequence[int], Ragged]]
-"""Rows by key, with the items that they belong to."""
 
 
 @dataclass(frozen=True)
