@@ -106,6 +106,26 @@ def _spec_problems(experiment: Experiment) -> Iterator[str]:
         yield f"algorithm {spec.name}: generation: {type(sampling).__name__} is not a GenerationConfig"
 
 
+def _asynchrony_problems(experiment: Experiment) -> Iterator[str]:
+    staleness, spec = experiment.asynchrony.staleness, experiment.spec
+    if not staleness:
+        return
+    field = f"asynchrony.staleness={staleness}"
+    if spec.generation is None or not spec.trains:
+        missing = "sample" if spec.trains else "train"
+        yield f"{field}: steps of {spec.name} do not {missing}; leave it out"
+        return
+    rounds = spec.sampling_rounds(experiment)
+    if rounds > 1:
+        yield (
+            f"{field}: sampling cannot run ahead if a step samples in up to {rounds} rounds; set"
+            " policy.sampling_rounds=1, or staleness=0"
+        )
+    record = experiment.debug.record
+    if record.steps or record.every is not None:
+        yield f"{field}: steps of asynchronous runs cannot be replayed; leave debug.record out"
+
+
 def _problems(experiment: Experiment) -> Iterator[str]:
     spec, data = experiment.spec, experiment.data
     for field, forms in _READ_BY_FORMS.items():
@@ -116,6 +136,7 @@ def _problems(experiment: Experiment) -> Iterator[str]:
                 f" have the form {spec.form}; leave it out"
             )
     sampling = None if spec.generation is None else spec.generation(experiment)
+    yield from _asynchrony_problems(experiment)
     if experiment.checkpoint.keep_best and experiment.evaluation.best is None:
         yield "checkpoint.keep_best needs a metric; give evaluation.best, or set checkpoint.keep_best=0"
     yield from find_evaluation_problems(experiment, sampling)
