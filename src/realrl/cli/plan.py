@@ -3,7 +3,7 @@
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -51,6 +51,16 @@ TraceOption = Annotated[
 Nodes = Annotated[
     str | None,
     typer.Option(metavar="N,N,..", help="Compare these numbers of nodes, for example 1,2,4,8."),
+]
+StalenessOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        max=8,
+        help="Compare sampling that runs 0 to N steps ahead of training (asynchrony.staleness), and plan for the"
+        " fastest; see docs/asynchrony.md.",
+    ),
 ]
 ObjectiveText = Annotated[
     str,
@@ -117,6 +127,7 @@ def plan(
     objective: ObjectiveText = "time",
     target_step: TargetStep = None,
     budget: Budget = None,
+    staleness: StalenessOption = None,
     failures_per_day: FailuresPerDay = None,
     restart_seconds: RestartSeconds = None,
     effort: EffortOption = None,
@@ -157,6 +168,18 @@ def plan(
     draft, scenario, source = plan_input.read_scenario(experiment, cluster, profile, lengths)
     failures = parse_failures(failures_per_day, restart_seconds, scenario.spec.size, experiment)
     scenario = replace(scenario, failures=failures)
+    ahead: dict[int, Scenario] = {}
+    if staleness is not None:
+        if counts or goal != "time" or wanted is not None or tried is not None:
+            raise UserError(
+                "--staleness compares plans for the whole cluster; leave out --nodes, --objective, --target-step,"
+                " --budget and --try"
+            )
+        arguments = [*plan_input.list_device_overrides(cluster), *(overrides or [])]
+        for steps in range(staleness + 1):
+            asked = load_experiment(str(recipe), [*arguments, f"asynchrony.staleness={steps}"])
+            _, of_steps, _ = plan_input.read_scenario(asked, cluster, profile, lengths)
+            ahead[steps] = replace(of_steps, failures=failures)
     constraints = read_constraints(experiment, scenario.spec, files.get("out"))
     trial = None
     if tried is None and try_minutes is not None:
@@ -173,7 +196,15 @@ def plan(
             profile=profile or experiment.profile,
         )
     report = _report(
-        draft, scenario, constraints, nodes=counts, objective=goal, wanted=wanted, effort=effort, seed=seed
+        draft,
+        scenario,
+        constraints,
+        nodes=counts,
+        objective=goal,
+        wanted=wanted,
+        ahead=ahead,
+        effort=effort,
+        seed=seed,
     )
     trials = _print(report, source, trial, as_json=as_json)
     plan = report.chosen.plan if trials is None else find_fastest_plan(report, trials)
@@ -226,6 +257,7 @@ def _report(
     nodes: Sequence[int],
     objective: "Objective",
     wanted: "Wanted | None",
+    ahead: "Mapping[int, Scenario]",
     effort: float | None,
     seed: int,
 ) -> "PlanReport":
@@ -242,6 +274,7 @@ def _report(
                 nodes=nodes,
                 objective=objective,
                 wanted=wanted,
+                ahead=ahead,
                 effort=effort,
                 seed=seed,
                 constraints=constraints,

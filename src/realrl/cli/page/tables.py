@@ -18,6 +18,7 @@ from realrl.cli.page.text import (
     format_span,
 )
 from realrl.config.values import format_bytes
+from realrl.dataflow.call import Kind
 from realrl.plan.axes import degrees_title
 from realrl.planner.report.report import Objective, format_gap
 from realrl.planner.report.shortage_text import describe_misfit
@@ -208,6 +209,28 @@ def name_reason(objective: Objective, sizes: Sequence["SizeReport"]) -> str:
         "step": f"{'cheapest' if priced else 'fewest nodes'} with a short enough step",
         "budget": "fastest within the budget",
     }[objective]
+
+
+def make_staleness_table(report: "PlanReport") -> Table:
+    """Make a row per number of steps by which sampling may run ahead of training. Gains are relative to 0 steps."""
+    rows, base = [], report.staleness[0].estimate.step_seconds
+    graph = report.scenario.graph
+    for row in report.staleness:
+        plan = row.estimate.plan
+        places = [
+            ", ".join(dict.fromkeys(str(plan[call.name].mesh) for call in graph.order if call.kind is kind))
+            for kind in (Kind.GENERATE, Kind.TRAIN)
+        ]
+        seconds = row.estimate.step_seconds
+        figures = (format_seconds(seconds), f"{base / seconds:.2f} ×", *places, format_gap(row.gap))
+        rows.append((str(row.staleness), *figures))
+    return Table(
+        head=("staleness", "step", "speed-up", "generation on", "training on", "gap"),
+        rows=rows,
+        words=1,
+        looks=["chosen" if row.estimate.plan == report.chosen.plan else "" for row in report.staleness],
+        notes=[],
+    )
 
 
 def make_alternatives_table(report: "PlanReport", alternatives: Sequence["Alternative"]) -> Table:

@@ -26,6 +26,7 @@ from realrl.cli.page.text import (
 )
 from realrl.config.errors import join
 from realrl.config.values import format_bytes
+from realrl.dataflow.graph import count_steps
 from realrl.plan.axes import degrees_title
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.report.report import CHOSEN, FASTEST, Alternative, PlanReport, describe_gap
@@ -67,16 +68,14 @@ def _parts(report: PlanReport, source: str) -> Iterator[RenderableType]:
     yield _setting(report, source)
     yield _headline(report)
     if report.sizes:
-        sizes = shared.make_sizes_table(report)
-        marks = ["→" if look else "" for look in sizes.looks]
-        marked = replace(
-            sizes,
-            head=("", *sizes.head),
-            rows=[(mark, *row) for mark, row in zip(marks, sizes.rows, strict=True)],
-            words=2,
-            notes=[*sizes.notes, f"→ {shared.name_reason(report.objective, report.sizes)}, shown below"],
+        marked = _mark_chosen(shared.make_sizes_table(report))
+        reason = f"→ {shared.name_reason(report.objective, report.sizes)}, shown below"
+        yield _section("Numbers of nodes", _draw(replace(marked, notes=[*marked.notes, reason])))
+    if report.staleness:
+        table = shared.make_staleness_table(report)
+        yield _section(
+            "Sampling ahead of training", _draw(_mark_chosen(table)), Text(_judge_staleness(report))
         )
-        yield _section("Numbers of nodes", _draw(marked))
     if report.goodput:
         yield _section("Failures", *map(Text, describe_failures(report)))
     yield _section("Calls", _calls(chosen, report.scenario))
@@ -89,6 +88,26 @@ def _parts(report: PlanReport, source: str) -> Iterator[RenderableType]:
     yield _section("Compared with", _comparison(report))
     if report.alternatives:
         yield _section("Not chosen", _draw(shared.make_alternatives_table(report, _nearest(report)), "step"))
+
+
+def _mark_chosen(table: shared.Table) -> shared.Table:
+    """Add a column with an arrow at the chosen row."""
+    marks = ["→" if look else "" for look in table.looks]
+    rows = [(mark, *row) for mark, row in zip(marks, table.rows, strict=True)]
+    return replace(table, head=("", *table.head), rows=rows, words=table.words + 1)
+
+
+def _judge_staleness(report: PlanReport) -> str:
+    """Say what sampling ahead of training gains, and which setting it needs."""
+    base = report.staleness[0].estimate.step_seconds
+    chosen = next(row for row in report.staleness if row.estimate.plan == report.chosen.plan)
+    if not chosen.staleness:
+        return "Sampling ahead of training gains less than 1 %. The plan below is synchronous."
+    gain = base / chosen.estimate.step_seconds
+    return (
+        f"→ the plan below samples {count_steps(chosen.staleness)} ahead and is {gain:.2f} × as fast as a"
+        f" synchronous one; it needs asynchrony.staleness={chosen.staleness}"
+    )
 
 
 def _section(title: str, *parts: RenderableType) -> RenderableType:

@@ -18,6 +18,7 @@ from realrl.planner.report.report import (
     PlanReport,
     Preset,
     SizeReport,
+    StalenessReport,
     Wanted,
 )
 from realrl.planner.report.shortage_text import describe_shortage
@@ -233,6 +234,31 @@ def compare_sizes(
     return tuple(rows)
 
 
+_WORTH = 0.01
+"""Gain in step time for which older samples are accepted."""
+
+
+def compare_staleness(
+    scenarios: Mapping[int, Scenario], *, effort: float, seed: int, constraints: UserConstraints
+) -> tuple[StalenessReport, ...]:
+    """Find the best plan for each number of steps by which sampling may run ahead.
+
+    `scenarios`: one for each number. `effort` limits all searches together. Raises DoesNotFit if no plan fits.
+    """
+    rows = []
+    for staleness, scenario in sorted(scenarios.items()):
+        found = find_plan(scenario, effort=effort / len(scenarios), seed=seed, constraints=constraints)
+        estimate = estimate_plan(scenario, found.plan)
+        rows.append(StalenessReport(staleness=staleness, estimate=estimate, gap=found.result.gap))
+    return tuple(rows)
+
+
+def choose_staleness(rows: Sequence[StalenessReport]) -> int:
+    """Choose the smallest staleness whose step is nearly as short as the shortest one."""
+    shortest = min(row.estimate.step_seconds for row in rows)
+    return min(row.staleness for row in rows if row.estimate.step_seconds <= shortest * (1 + _WORTH))
+
+
 def _find_assignments(problem: Problem, candidates: Mapping[str, Candidate]) -> list[Assignment]:
     """Find the assignment of some candidates. Returns an empty list if the problem lacks one of them."""
     if not candidates or any(one not in problem.candidates[name] for name, one in candidates.items()):
@@ -267,6 +293,7 @@ def make_report(
     nodes: Sequence[int] = (),
     objective: Objective = "time",
     wanted: Wanted | None = None,
+    ahead: Mapping[int, Scenario] | None = None,
 ) -> PlanReport:
     """Plan a step and compare the plan with presets, alternatives, and other numbers of nodes.
 
@@ -274,13 +301,19 @@ def make_report(
     Without `nodes`, `time` plans for the whole cluster, and `cost` plans for the number of nodes with the cheapest
     step. `effort` limits the search on the chosen nodes. The earlier search on each of `nodes` has the same limit.
     Under `cost` without `nodes`, the searches on all numbers of nodes share this limit. With `wanted`,
-    `choose_cluster` chooses the cluster. Raises DoesNotFit if no plan fits, and UserError if a call cannot run on
-    the cluster at all.
+    `choose_cluster` chooses the cluster. `ahead` has a scenario for each number of steps by which sampling may run
+    ahead; the fastest of them replaces `scenario`. Raises DoesNotFit if no plan fits, and UserError if a call
+    cannot run on the cluster at all.
     """
     constraints = constraints or UserConstraints()
     effort = DEFAULT_EFFORT if effort is None else effort
     rows: tuple[SizeReport, ...] = ()
     start, longest = None, math.inf
+    stale: tuple[StalenessReport, ...] = ()
+    if ahead:
+        stale = compare_staleness(ahead, effort=effort, seed=seed, constraints=constraints)
+        chosen_steps = choose_staleness(stale)
+        scenario, start = ahead[chosen_steps], stale[chosen_steps].estimate.plan
     if wanted is not None:
         spec, rows = choose_cluster(scenario, wanted, constraints, effort=effort, seed=seed)
         scenario = scenario.on(spec)
@@ -298,10 +331,15 @@ def make_report(
         scenario, effort=effort, seed=seed, constraints=constraints, start=start, longest=longest
     )
     report = _report(scenario, best, constraints)
+    # The final search may have found a better plan than the comparison.
+    stale = tuple(
+        replace(row, estimate=report.chosen, gap=report.gap) if row.staleness == scenario.graph.ahead else row
+        for row in stale
+    )
     # The chosen plan replaces the first plan for the same number of nodes.
     own = make_size_report(scenario, report.chosen, report.gap) if rows else None
     rows = tuple(own if own is not None and row.cluster == own.cluster else row for row in rows)
-    return replace(report, sizes=rows, objective=objective)
+    return replace(report, sizes=rows, objective=objective, staleness=stale)
 
 
 def _report(scenario: Scenario, best: BestPlan, constraints: UserConstraints) -> PlanReport:

@@ -154,6 +154,17 @@ class SizeReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StalenessReport:
+    """Best plan if sampling runs ahead of training by some steps."""
+
+    staleness: int
+    """Number of these steps."""
+    estimate: Estimate
+    gap: float
+    """Relative optimality gap of the plan."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanReport:
     """Report of a planned step."""
 
@@ -178,6 +189,8 @@ class PlanReport:
     """Best plans on the requested numbers of nodes, including the number that this plan uses."""
     objective: Objective = "time"
     """Objective of the choice of the number of nodes."""
+    staleness: tuple["StalenessReport", ...] = ()
+    """Best plans if sampling runs ahead by different numbers of steps, including the number of this plan."""
     goodput: "Goodput | None" = None
     """Prediction of the run with its failures. None if there is no rate of failures."""
     expected_bound_seconds: float | None = None

@@ -42,6 +42,16 @@ def report_to_json(report: PlanReport) -> dict[str, Any]:
         result["failures"] = _goodput(report.goodput, report.expected_gap)
     if report.sizes:
         result["nodes"] = [_size(size, report.scenario.graph) for size in report.sizes]
+    if report.staleness:
+        result["staleness"] = [
+            {
+                "staleness": row.staleness,
+                "step_seconds": row.estimate.step_seconds,
+                "gap": row.gap,
+                "plan": _plan(row.estimate, report.scenario.graph),
+            }
+            for row in report.staleness
+        ]
     return result
 
 
