@@ -253,6 +253,9 @@ class PPO(Algorithm):
         on_error: Literal['fail', 'skip'] = ...,
         ref_ema: float | None = ...,
         ref_every: int | None = ...,
+        recompute_logprobs: bool = ...,
+        sampler_correction: Literal['none', 'truncate', 'mask', 'sequence_truncate', 'sequence_mask'] = ...,
+        sampler_cap: float = ...,
         kl: Mapping[str, Any] = ...,
         gamma: float = ...,
         lam: float = ...,
@@ -310,6 +313,9 @@ class PPO(Algorithm):
         on_error: If a trajectory still fails
         ref_ema: After each step, move the reference this fraction of the way to the actor
         ref_every: Move the reference only once in this many steps
+        recompute_logprobs: Recompute the old log-probabilities with the trained model at the start of each training step, in a separate call
+        sampler_correction: Multiply the loss of each token by its recomputed probability divided by its recorded probability
+        sampler_cap: Limit of `sampler_correction`
         gamma: Discount per token
         lam: Lambda of generalised advantage estimation (Schulman et al
         clip: Clip the probability ratio to [1 - clip, 1 + clip]
@@ -371,6 +377,9 @@ class GRPO(Algorithm):
         on_error: Literal['fail', 'skip'] = ...,
         ref_ema: float | None = ...,
         ref_every: int | None = ...,
+        recompute_logprobs: bool = ...,
+        sampler_correction: Literal['none', 'truncate', 'mask', 'sequence_truncate', 'sequence_mask'] = ...,
+        sampler_cap: float = ...,
         samples: int = ...,
         sampling_rounds: int = ...,
         baseline: Literal['group_mean', 'leave_one_out', 'greedy', 'none'] = ...,
@@ -383,9 +392,6 @@ class GRPO(Algorithm):
         kl: Mapping[str, Any] = ...,
         minibatches: int = ...,
         epochs: int = ...,
-        recompute_logprobs: bool = ...,
-        sampler_correction: Literal['none', 'truncate', 'mask'] = ...,
-        sampler_cap: float = ...,
         mask_truncated: bool = ...,
         overlong_buffer: int | None = ...,
         overlong_penalty: float = ...,
@@ -429,6 +435,9 @@ class GRPO(Algorithm):
         on_error: If a trajectory still fails
         ref_ema: After each step, move the reference this fraction of the way to the actor
         ref_every: Move the reference only once in this many steps
+        recompute_logprobs: Recompute the old log-probabilities with the trained model at the start of each training step, in a separate call
+        sampler_correction: Multiply the loss of each token by its recomputed probability divided by its recorded probability
+        sampler_cap: Limit of `sampler_correction`
         samples: Answers sampled for each prompt
         sampling_rounds: Maximum sampling rounds per step (dynamic sampling)
         baseline: Baseline that is subtracted from each reward
@@ -440,9 +449,6 @@ class GRPO(Algorithm):
         dual_clip: Maximum ratio if the advantage is negative
         minibatches: Optimizer steps per pass over a batch; must divide `data.batch`
         epochs: Passes over each batch
-        recompute_logprobs: Recompute the old log-probabilities with the trained model, in a separate call, instead of using the log-probabilities that the sampler recorded
-        sampler_correction: Multiply the loss of each token by its recomputed probability divided by its recorded probability
-        sampler_cap: Limit of `sampler_correction`
         mask_truncated: Exclude answers without end of sequence from the loss
         overlong_buffer: Soft overlong punishment
         overlong_penalty: Maximum overlong punishment
@@ -492,6 +498,9 @@ class DrGRPO(Algorithm):
         on_error: Literal['fail', 'skip'] = ...,
         ref_ema: float | None = ...,
         ref_every: int | None = ...,
+        recompute_logprobs: bool = ...,
+        sampler_correction: Literal['none', 'truncate', 'mask', 'sequence_truncate', 'sequence_mask'] = ...,
+        sampler_cap: float = ...,
         samples: int = ...,
         sampling_rounds: int = ...,
         baseline: Literal['group_mean', 'leave_one_out', 'greedy', 'none'] = ...,
@@ -504,9 +513,6 @@ class DrGRPO(Algorithm):
         kl: Mapping[str, Any] = ...,
         minibatches: int = ...,
         epochs: int = ...,
-        recompute_logprobs: bool = ...,
-        sampler_correction: Literal['none', 'truncate', 'mask'] = ...,
-        sampler_cap: float = ...,
         mask_truncated: bool = ...,
         overlong_buffer: int | None = ...,
         overlong_penalty: float = ...,
@@ -550,6 +556,9 @@ class DrGRPO(Algorithm):
         on_error: If a trajectory still fails
         ref_ema: After each step, move the reference this fraction of the way to the actor
         ref_every: Move the reference only once in this many steps
+        recompute_logprobs: Recompute the old log-probabilities with the trained model at the start of each training step, in a separate call
+        sampler_correction: Multiply the loss of each token by its recomputed probability divided by its recorded probability
+        sampler_cap: Limit of `sampler_correction`
         samples: Answers sampled for each prompt
         sampling_rounds: Maximum sampling rounds per step (dynamic sampling)
         baseline: Baseline that is subtracted from each reward
@@ -561,9 +570,6 @@ class DrGRPO(Algorithm):
         dual_clip: Maximum ratio if the advantage is negative
         minibatches: Optimizer steps per pass over a batch; must divide `data.batch`
         epochs: Passes over each batch
-        recompute_logprobs: Recompute the old log-probabilities with the trained model, in a separate call, instead of using the log-probabilities that the sampler recorded
-        sampler_correction: Multiply the loss of each token by its recomputed probability divided by its recorded probability
-        sampler_cap: Limit of `sampler_correction`
         mask_truncated: Exclude answers without end of sequence from the loss
         overlong_buffer: Soft overlong punishment
         overlong_penalty: Maximum overlong punishment
@@ -613,6 +619,9 @@ class DAPO(Algorithm):
         on_error: Literal['fail', 'skip'] = ...,
         ref_ema: float | None = ...,
         ref_every: int | None = ...,
+        recompute_logprobs: bool = ...,
+        sampler_correction: Literal['none', 'truncate', 'mask', 'sequence_truncate', 'sequence_mask'] = ...,
+        sampler_cap: float = ...,
         samples: int = ...,
         sampling_rounds: int = ...,
         baseline: Literal['group_mean', 'leave_one_out', 'greedy', 'none'] = ...,
@@ -625,9 +634,6 @@ class DAPO(Algorithm):
         kl: Mapping[str, Any] = ...,
         minibatches: int = ...,
         epochs: int = ...,
-        recompute_logprobs: bool = ...,
-        sampler_correction: Literal['none', 'truncate', 'mask'] = ...,
-        sampler_cap: float = ...,
         mask_truncated: bool = ...,
         overlong_buffer: int | None = ...,
         overlong_penalty: float = ...,
@@ -671,6 +677,9 @@ class DAPO(Algorithm):
         on_error: If a trajectory still fails
         ref_ema: After each step, move the reference this fraction of the way to the actor
         ref_every: Move the reference only once in this many steps
+        recompute_logprobs: Recompute the old log-probabilities with the trained model at the start of each training step, in a separate call
+        sampler_correction: Multiply the loss of each token by its recomputed probability divided by its recorded probability
+        sampler_cap: Limit of `sampler_correction`
         samples: Answers sampled for each prompt
         sampling_rounds: Maximum sampling rounds per step (dynamic sampling)
         baseline: Baseline that is subtracted from each reward
@@ -682,9 +691,6 @@ class DAPO(Algorithm):
         dual_clip: Maximum ratio if the advantage is negative
         minibatches: Optimizer steps per pass over a batch; must divide `data.batch`
         epochs: Passes over each batch
-        recompute_logprobs: Recompute the old log-probabilities with the trained model, in a separate call, instead of using the log-probabilities that the sampler recorded
-        sampler_correction: Multiply the loss of each token by its recomputed probability divided by its recorded probability
-        sampler_cap: Limit of `sampler_correction`
         mask_truncated: Exclude answers without end of sequence from the loss
         overlong_buffer: Soft overlong punishment
         overlong_penalty: Maximum overlong punishment
@@ -734,6 +740,9 @@ class GSPO(Algorithm):
         on_error: Literal['fail', 'skip'] = ...,
         ref_ema: float | None = ...,
         ref_every: int | None = ...,
+        recompute_logprobs: bool = ...,
+        sampler_correction: Literal['none', 'truncate', 'mask', 'sequence_truncate', 'sequence_mask'] = ...,
+        sampler_cap: float = ...,
         samples: int = ...,
         sampling_rounds: int = ...,
         baseline: Literal['group_mean', 'leave_one_out', 'greedy', 'none'] = ...,
@@ -746,9 +755,6 @@ class GSPO(Algorithm):
         kl: Mapping[str, Any] = ...,
         minibatches: int = ...,
         epochs: int = ...,
-        recompute_logprobs: bool = ...,
-        sampler_correction: Literal['none', 'truncate', 'mask'] = ...,
-        sampler_cap: float = ...,
         mask_truncated: bool = ...,
         overlong_buffer: int | None = ...,
         overlong_penalty: float = ...,
@@ -792,6 +798,9 @@ class GSPO(Algorithm):
         on_error: If a trajectory still fails
         ref_ema: After each step, move the reference this fraction of the way to the actor
         ref_every: Move the reference only once in this many steps
+        recompute_logprobs: Recompute the old log-probabilities with the trained model at the start of each training step, in a separate call
+        sampler_correction: Multiply the loss of each token by its recomputed probability divided by its recorded probability
+        sampler_cap: Limit of `sampler_correction`
         samples: Answers sampled for each prompt
         sampling_rounds: Maximum sampling rounds per step (dynamic sampling)
         baseline: Baseline that is subtracted from each reward
@@ -803,9 +812,6 @@ class GSPO(Algorithm):
         dual_clip: Maximum ratio if the advantage is negative
         minibatches: Optimizer steps per pass over a batch; must divide `data.batch`
         epochs: Passes over each batch
-        recompute_logprobs: Recompute the old log-probabilities with the trained model, in a separate call, instead of using the log-probabilities that the sampler recorded
-        sampler_correction: Multiply the loss of each token by its recomputed probability divided by its recorded probability
-        sampler_cap: Limit of `sampler_correction`
         mask_truncated: Exclude answers without end of sequence from the loss
         overlong_buffer: Soft overlong punishment
         overlong_penalty: Maximum overlong punishment
@@ -855,6 +861,9 @@ class RLOO(Algorithm):
         on_error: Literal['fail', 'skip'] = ...,
         ref_ema: float | None = ...,
         ref_every: int | None = ...,
+        recompute_logprobs: bool = ...,
+        sampler_correction: Literal['none', 'truncate', 'mask', 'sequence_truncate', 'sequence_mask'] = ...,
+        sampler_cap: float = ...,
         samples: int = ...,
         sampling_rounds: int = ...,
         baseline: Literal['group_mean', 'leave_one_out', 'greedy', 'none'] = ...,
@@ -867,9 +876,6 @@ class RLOO(Algorithm):
         kl: Mapping[str, Any] = ...,
         minibatches: int = ...,
         epochs: int = ...,
-        recompute_logprobs: bool = ...,
-        sampler_correction: Literal['none', 'truncate', 'mask'] = ...,
-        sampler_cap: float = ...,
         mask_truncated: bool = ...,
         overlong_buffer: int | None = ...,
         overlong_penalty: float = ...,
@@ -913,6 +919,9 @@ class RLOO(Algorithm):
         on_error: If a trajectory still fails
         ref_ema: After each step, move the reference this fraction of the way to the actor
         ref_every: Move the reference only once in this many steps
+        recompute_logprobs: Recompute the old log-probabilities with the trained model at the start of each training step, in a separate call
+        sampler_correction: Multiply the loss of each token by its recomputed probability divided by its recorded probability
+        sampler_cap: Limit of `sampler_correction`
         samples: Answers sampled for each prompt
         sampling_rounds: Maximum sampling rounds per step (dynamic sampling)
         baseline: Baseline that is subtracted from each reward
@@ -924,9 +933,6 @@ class RLOO(Algorithm):
         dual_clip: Maximum ratio if the advantage is negative
         minibatches: Optimizer steps per pass over a batch; must divide `data.batch`
         epochs: Passes over each batch
-        recompute_logprobs: Recompute the old log-probabilities with the trained model, in a separate call, instead of using the log-probabilities that the sampler recorded
-        sampler_correction: Multiply the loss of each token by its recomputed probability divided by its recorded probability
-        sampler_cap: Limit of `sampler_correction`
         mask_truncated: Exclude answers without end of sequence from the loss
         overlong_buffer: Soft overlong punishment
         overlong_penalty: Maximum overlong punishment
@@ -976,6 +982,9 @@ class ReinforcePP(Algorithm):
         on_error: Literal['fail', 'skip'] = ...,
         ref_ema: float | None = ...,
         ref_every: int | None = ...,
+        recompute_logprobs: bool = ...,
+        sampler_correction: Literal['none', 'truncate', 'mask', 'sequence_truncate', 'sequence_mask'] = ...,
+        sampler_cap: float = ...,
         samples: int = ...,
         sampling_rounds: int = ...,
         baseline: Literal['group_mean', 'leave_one_out', 'greedy', 'none'] = ...,
@@ -988,9 +997,6 @@ class ReinforcePP(Algorithm):
         kl: Mapping[str, Any] = ...,
         minibatches: int = ...,
         epochs: int = ...,
-        recompute_logprobs: bool = ...,
-        sampler_correction: Literal['none', 'truncate', 'mask'] = ...,
-        sampler_cap: float = ...,
         mask_truncated: bool = ...,
         overlong_buffer: int | None = ...,
         overlong_penalty: float = ...,
@@ -1034,6 +1040,9 @@ class ReinforcePP(Algorithm):
         on_error: If a trajectory still fails
         ref_ema: After each step, move the reference this fraction of the way to the actor
         ref_every: Move the reference only once in this many steps
+        recompute_logprobs: Recompute the old log-probabilities with the trained model at the start of each training step, in a separate call
+        sampler_correction: Multiply the loss of each token by its recomputed probability divided by its recorded probability
+        sampler_cap: Limit of `sampler_correction`
         samples: Answers sampled for each prompt
         sampling_rounds: Maximum sampling rounds per step (dynamic sampling)
         baseline: Baseline that is subtracted from each reward
@@ -1045,9 +1054,6 @@ class ReinforcePP(Algorithm):
         dual_clip: Maximum ratio if the advantage is negative
         minibatches: Optimizer steps per pass over a batch; must divide `data.batch`
         epochs: Passes over each batch
-        recompute_logprobs: Recompute the old log-probabilities with the trained model, in a separate call, instead of using the log-probabilities that the sampler recorded
-        sampler_correction: Multiply the loss of each token by its recomputed probability divided by its recorded probability
-        sampler_cap: Limit of `sampler_correction`
         mask_truncated: Exclude answers without end of sequence from the loss
         overlong_buffer: Soft overlong punishment
         overlong_penalty: Maximum overlong punishment
@@ -1097,6 +1103,9 @@ class ReinforcePPBaseline(Algorithm):
         on_error: Literal['fail', 'skip'] = ...,
         ref_ema: float | None = ...,
         ref_every: int | None = ...,
+        recompute_logprobs: bool = ...,
+        sampler_correction: Literal['none', 'truncate', 'mask', 'sequence_truncate', 'sequence_mask'] = ...,
+        sampler_cap: float = ...,
         samples: int = ...,
         sampling_rounds: int = ...,
         baseline: Literal['group_mean', 'leave_one_out', 'greedy', 'none'] = ...,
@@ -1109,9 +1118,6 @@ class ReinforcePPBaseline(Algorithm):
         kl: Mapping[str, Any] = ...,
         minibatches: int = ...,
         epochs: int = ...,
-        recompute_logprobs: bool = ...,
-        sampler_correction: Literal['none', 'truncate', 'mask'] = ...,
-        sampler_cap: float = ...,
         mask_truncated: bool = ...,
         overlong_buffer: int | None = ...,
         overlong_penalty: float = ...,
@@ -1155,6 +1161,9 @@ class ReinforcePPBaseline(Algorithm):
         on_error: If a trajectory still fails
         ref_ema: After each step, move the reference this fraction of the way to the actor
         ref_every: Move the reference only once in this many steps
+        recompute_logprobs: Recompute the old log-probabilities with the trained model at the start of each training step, in a separate call
+        sampler_correction: Multiply the loss of each token by its recomputed probability divided by its recorded probability
+        sampler_cap: Limit of `sampler_correction`
         samples: Answers sampled for each prompt
         sampling_rounds: Maximum sampling rounds per step (dynamic sampling)
         baseline: Baseline that is subtracted from each reward
@@ -1166,9 +1175,6 @@ class ReinforcePPBaseline(Algorithm):
         dual_clip: Maximum ratio if the advantage is negative
         minibatches: Optimizer steps per pass over a batch; must divide `data.batch`
         epochs: Passes over each batch
-        recompute_logprobs: Recompute the old log-probabilities with the trained model, in a separate call, instead of using the log-probabilities that the sampler recorded
-        sampler_correction: Multiply the loss of each token by its recomputed probability divided by its recorded probability
-        sampler_cap: Limit of `sampler_correction`
         mask_truncated: Exclude answers without end of sequence from the loss
         overlong_buffer: Soft overlong punishment
         overlong_penalty: Maximum overlong punishment
@@ -1218,6 +1224,9 @@ class ReMax(Algorithm):
         on_error: Literal['fail', 'skip'] = ...,
         ref_ema: float | None = ...,
         ref_every: int | None = ...,
+        recompute_logprobs: bool = ...,
+        sampler_correction: Literal['none', 'truncate', 'mask', 'sequence_truncate', 'sequence_mask'] = ...,
+        sampler_cap: float = ...,
         samples: int = ...,
         sampling_rounds: int = ...,
         baseline: Literal['group_mean', 'leave_one_out', 'greedy', 'none'] = ...,
@@ -1230,9 +1239,6 @@ class ReMax(Algorithm):
         kl: Mapping[str, Any] = ...,
         minibatches: int = ...,
         epochs: int = ...,
-        recompute_logprobs: bool = ...,
-        sampler_correction: Literal['none', 'truncate', 'mask'] = ...,
-        sampler_cap: float = ...,
         mask_truncated: bool = ...,
         overlong_buffer: int | None = ...,
         overlong_penalty: float = ...,
@@ -1276,6 +1282,9 @@ class ReMax(Algorithm):
         on_error: If a trajectory still fails
         ref_ema: After each step, move the reference this fraction of the way to the actor
         ref_every: Move the reference only once in this many steps
+        recompute_logprobs: Recompute the old log-probabilities with the trained model at the start of each training step, in a separate call
+        sampler_correction: Multiply the loss of each token by its recomputed probability divided by its recorded probability
+        sampler_cap: Limit of `sampler_correction`
         samples: Answers sampled for each prompt
         sampling_rounds: Maximum sampling rounds per step (dynamic sampling)
         baseline: Baseline that is subtracted from each reward
@@ -1287,9 +1296,6 @@ class ReMax(Algorithm):
         dual_clip: Maximum ratio if the advantage is negative
         minibatches: Optimizer steps per pass over a batch; must divide `data.batch`
         epochs: Passes over each batch
-        recompute_logprobs: Recompute the old log-probabilities with the trained model, in a separate call, instead of using the log-probabilities that the sampler recorded
-        sampler_correction: Multiply the loss of each token by its recomputed probability divided by its recorded probability
-        sampler_cap: Limit of `sampler_correction`
         mask_truncated: Exclude answers without end of sequence from the loss
         overlong_buffer: Soft overlong punishment
         overlong_penalty: Maximum overlong punishment

@@ -324,31 +324,3 @@ def test_overlong_answers_lose_reward_as_in_the_paper() -> None:
         item.score + (0 if len(item.actions) <= 3 else 2.0 * (3 - len(item.actions)) / 4) for item in items
     ]
     assert metrics.result()["reward"] == pytest.approx(fmean(punished), rel=1e-5)
-
-
-@pytest.mark.parametrize("mode", ["truncate", "mask"])
-def test_tokens_of_another_sampler_are_weighed_by_bounded_ratios(mode: str) -> None:
-    config = config_of(
-        "dapo", samples=SAMPLES, recompute_logprobs=True, sampler_correction=mode, sampler_cap=1.5
-    )
-    _, batch = random_batch(11)
-    generator = torch.Generator().manual_seed(12)
-    sampled = batch["logprobs"].values
-    recomputed = sampled + 0.5 * torch.randn(len(sampled), generator=generator)
-    batch = batch.with_fields(old_logprobs=Ragged(recomputed, batch["logprobs"].lengths))
-    method = make_train(config)
-    prepared, _ = method.prepare(batch, alone)
-    output = ModelOutput(
-        batch["sequences"].lengths,
-        logprobs=recomputed.clone().requires_grad_(),
-        entropy=torch.zeros_like(recomputed),
-    )
-    loss, metrics = method.loss(prepared, output)
-    expected = 0.0
-    answers = Responses.of(batch["sequences"], batch["prompt_length"])
-    for i in answers.index.tolist():
-        ratio = math.exp(recomputed[i].item() - sampled[i].item())
-        weight = min(ratio, 1.5) if mode == "truncate" else ratio * (1 / 1.5 <= ratio <= 1.5)
-        expected -= weight * prepared["advantages"].values[i].item()
-    assert loss.item() == pytest.approx(expected, rel=1e-4)
-    assert 0 < metrics.result()["sampler_corrections_beyond_cap"] < 1

@@ -21,7 +21,7 @@ from realrl.algorithms.kl import (
     approximate_kl,
     sequence_kl,
 )
-from realrl.algorithms.policy import RewardedExperiment
+from realrl.algorithms.policy import ClippedPolicyConfig, RewardedExperiment, SamplerCorrection
 from realrl.algorithms.rewards.reward_methods import make_reward_methods
 from realrl.data.batch import Batch, Ragged
 from realrl.recipe.algorithm import get_eval_generation
@@ -57,6 +57,49 @@ def compute_policy_loss(
     bounded = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     clipped = (bounded > plain) | ((followed < ratio) & (advantages < 0))
     return PolicyLoss(torch.maximum(plain, bounded), ratio.detach(), clipped.detach())
+
+
+class SamplerWeights(NamedTuple):
+    """Weight per token. weights: [A] float64; beyond: [A] bool, whether the ratio is outside the limits."""
+
+    weights: Tensor
+    beyond: Tensor
+
+
+def compute_sampler_weights(
+    *, log_ratio: Tensor, answers: Responses, mode: SamplerCorrection, cap: float
+) -> SamplerWeights:
+    """Compute bounded importance weights.
+
+    A weight is r = exp(log_ratio) or, in the modes `sequence_...`, the product of r over the tokens of its answer.
+    Truncation replaces r by min(r, cap) (Ionides 2008, "Truncated importance sampling"). Masking replaces r by 0
+    outside [1 / cap, cap] (IcePop). TRL calls the modes token_truncate, token_mask, sequence_truncate and
+    sequence_mask.
+
+    log_ratio: [A] log p_old - log p_sampler, without gradient. mode: any but `none`.
+    """
+    log_ratio = log_ratio.double()
+    if mode in ("sequence_truncate", "sequence_mask"):
+        log_ratio = answers.row_sums(log_ratio)[answers.row]
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    if mode in ("truncate", "sequence_truncate"):
+        return SamplerWeights(ratio.clamp(max=cap), ratio > cap)
+    beyond = (ratio > cap) | (ratio < 1 / cap)
+    return SamplerWeights(torch.where(beyond, 0.0, ratio), beyond)
+
+
+def find_old_logprobs(batch: Batch, at: Tensor) -> Tensor:
+    """Find the log-probabilities of the tokens `at` under the old policy, see `ClippedPolicyConfig`. [A] -> [A]"""
+    return batch["old_logprobs" if "old_logprobs" in batch.fields else "logprobs"].values[at]
+
+
+WEIGHTS = "sampler_weights"
+"""Field with the weight of each token's loss, 0 on prompts."""
+
+
+def weigh(loss: Tensor, batch: Batch, at: Tensor) -> Tensor:
+    """Multiply the losses of the tokens `at` by their weights, if the batch has weights. [A], [A] -> [A]"""
+    return loss * batch[WEIGHTS].values[at] if WEIGHTS in batch.fields else loss
 
 
 @dataclass(frozen=True)
@@ -135,14 +178,16 @@ class PolicyTrain(OnSequences, PlainTrain):
     """Train method of a policy, which also measures its distance from the sampler's policy."""
 
     entropy: bool = True
+    stale: bool = False
+    """Whether samples may come from weights of earlier steps."""
     _updated = False
 
     def begin_step(self) -> None:
-        """Record that the trainer still holds the weights that the sampler used."""
+        """Record that the trainer still holds the weights from the start of the step."""
         self._updated = False
 
     def stop(self, metrics: dict[str, float]) -> bool:
-        """Never stop early. Record that the trainer's weights differ from the sampler's after this mini-batch."""
+        """Never stop early. Record that this mini-batch changes the trainer's weights."""
         self._updated = True
         return False
 
@@ -150,45 +195,88 @@ class PolicyTrain(OnSequences, PlainTrain):
         """Count the answer tokens that are kept."""
         return Responses.find(batch).total
 
+    def correct_sampler(
+        self, config: ClippedPolicyConfig, batch: Batch, answers: Responses, dp_sum: Sum
+    ) -> tuple[Batch, Metrics]:
+        """Compare the recomputed log-probabilities, if there are any, with the sampler's. `prepare` calls this.
+
+        With `sampler_correction`, add the weights of tokens as a field, and report means over all answer tokens:
+        `sampler_weight`, and the share of tokens whose ratio was limited, `sampler_corrections_beyond_cap`. Of N
+        weights w, also report the `effective_sample_size` (sum of w)^2 / (N sum of w^2), between 0 and 1 (Kish
+        1965). For stale samples, `stale_kl` is the mean divergence of the old policy from the sampler's, in nats
+        per token.
+
+        answers: the answers in the loss
+        """
+        metrics = Metrics()
+        if not config.recompute_logprobs:
+            return batch, metrics
+        old, sampled = (batch[key].values[answers.index].double() for key in ("old_logprobs", "logprobs"))
+        if self.stale:
+            kl = approximate_kl(logprobs=old, old_logprobs=sampled)
+            metrics.mean("stale_kl", kl.sum(), answers.total)
+        if config.sampler_correction == "none":
+            return batch, metrics
+        weights, beyond = compute_sampler_weights(
+            log_ratio=old - sampled, answers=answers, mode=config.sampler_correction, cap=config.sampler_cap
+        )
+        moments = global_moments(weights, dp_sum)
+        mean_square = moments.mean**2 + moments.variance
+        effective = moments.mean**2 / mean_square if mean_square else 0.0
+        metrics.mean("sampler_weight", weights.sum(), answers.total)
+        metrics.mean("sampler_corrections_beyond_cap", beyond.double().sum(), answers.total)
+        metrics.mean("effective_sample_size", weights.new_tensor(effective), 1.0)
+        return batch.with_fields(**{WEIGHTS: answers.spread(weights.float())}), metrics
+
     def sum_clipped_loss(
         self, batch: Batch, output: ModelOutput, at: Tensor, clip: float
     ) -> tuple[Tensor, Metrics]:
-        """Sum the clipped surrogate over the answer tokens `at` [A]. The old policy is the sampler's."""
+        """Sum the clipped surrogate, times the weights of `correct_sampler`, over the answer tokens `at` [A]."""
         assert output.logprobs is not None and output.entropy is not None
-        new, old = output.logprobs[at].float(), batch["logprobs"].values[at]
-        advantages = batch["advantages"].values[at]
+        new = output.logprobs[at].float()
         result = compute_policy_loss(
-            log_ratio=new - old, advantages=advantages, clip_low=clip, clip_high=clip
+            log_ratio=new - find_old_logprobs(batch, at),
+            advantages=batch["advantages"].values[at],
+            clip_low=clip,
+            clip_high=clip,
         )
-        metrics = self.measure_update(result, logprobs=new, old_logprobs=old, entropy=output.entropy[at])
-        return result.loss.sum(), metrics
+        metrics = self.measure_update(result, batch, at, logprobs=new, entropy=output.entropy[at])
+        return weigh(result.loss, batch, at).sum(), metrics
 
     def measure_update(
-        self, result: PolicyLoss, *, logprobs: Tensor, old_logprobs: Tensor, entropy: Tensor
+        self, result: PolicyLoss, batch: Batch, at: Tensor, *, logprobs: Tensor, entropy: Tensor
     ) -> Metrics:
-        """Compute metrics as means over answer tokens, and `sampler_trainer_mismatch`.
+        """Compute metrics as means over the answer tokens `at` [A], and call `add_mismatch`.
 
-        logprobs, old_logprobs, entropy: [A]
+        logprobs, entropy: [A]
         """
         metrics, count = Metrics(), len(logprobs)
-        kl = approximate_kl(logprobs=logprobs.detach(), old_logprobs=old_logprobs)
+        kl = approximate_kl(logprobs=logprobs.detach(), old_logprobs=find_old_logprobs(batch, at))
         metrics.mean("policy_loss_per_token", result.loss.sum(), count)
         metrics.mean("importance_ratio", result.ratio.double().sum(), count)
         metrics.mean("clip_fraction", result.clipped.double().sum(), count)
         metrics.mean("approx_kl", kl.double().sum(), count)
         metrics.mean("entropy", entropy.double().sum(), count)
-        self.add_mismatch(metrics, logprobs=logprobs, old_logprobs=old_logprobs)
+        if not (self.stale and "old_logprobs" in batch.fields):  # `correct_sampler` has reported `stale_kl`
+            self.add_mismatch(metrics, logprobs=logprobs, sampled=batch["logprobs"].values[at])
         return metrics
 
-    def add_mismatch(self, metrics: Metrics, *, logprobs: Tensor, old_logprobs: Tensor) -> None:
-        """Before the first update of a step, add the largest difference between trainer and sampler.
+    def add_mismatch(self, metrics: Metrics, *, logprobs: Tensor, sampled: Tensor) -> None:
+        """Before the first update of a step, compare the trainer with the sampler.
 
-        The trainer then still holds the sampler's weights, so any difference is numerical.
+        `sampler_trainer_mismatch` is the largest difference. The trainer still holds the sampler's weights, so any
+        difference is numerical. If samples are stale, the difference comes from training, and its size is
+        `stale_kl`: the mean divergence of the trainer from the sampler, in nats per token.
 
-        logprobs, old_logprobs: [A]
+        logprobs, sampled: [A]
         """
-        if not self._updated:
-            change = (logprobs.detach() - old_logprobs).abs()
+        if self._updated:
+            return
+        if self.stale:
+            kl = approximate_kl(logprobs=logprobs.detach(), old_logprobs=sampled)
+            metrics.mean("stale_kl", kl.double().sum(), len(kl))
+        else:
+            change = (logprobs.detach() - sampled).abs()
             metrics.max("sampler_trainer_mismatch", change.max() if len(change) else change.new_zeros(()))
 
 

@@ -28,6 +28,7 @@ from realrl.algorithms.distillation import (
     OfflineDistillationExperiment,
 )
 from realrl.algorithms.kl import MAX_LOG_RATIO
+from realrl.algorithms.policy import samples_are_stale
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import get_eval_generation
@@ -190,9 +191,11 @@ class DivergenceInference(_OnAnswers):
 class DivergenceTrain(_OnAnswers, PolicyTrain):
     """Train method that lowers the divergence at every answer token. All answer tokens have the same weight."""
 
-    def __init__(self, config: DivergenceConfig, *, epochs: int = 1, sampled: bool = False) -> None:
-        """`sampled`: whether the actor has sampled the answers."""
-        self.epochs = epochs
+    def __init__(
+        self, config: DivergenceConfig, *, epochs: int = 1, sampled: bool = False, stale: bool = False
+    ) -> None:
+        """`sampled`: whether the actor has sampled the answers. `stale`: see `PolicyTrain`."""
+        self.epochs, self.stale = epochs, stale
         self.entropy = sampled
         self._config = config
 
@@ -213,7 +216,7 @@ class DivergenceTrain(_OnAnswers, PolicyTrain):
             assert output.logprobs is not None and output.entropy is not None
             metrics.mean("entropy", output.entropy[at].double().sum(), len(at))
             sampled = batch["logprobs"].values[at]
-            self.add_mismatch(metrics, logprobs=output.logprobs[at], old_logprobs=sampled)
+            self.add_mismatch(metrics, logprobs=output.logprobs[at], sampled=sampled)
         return found.sum(), metrics
 
 
@@ -251,8 +254,9 @@ class DrawnTeacher(LogprobsInference):
 class DrawnTrain(PolicyTrain):
     """Policy gradient that lowers the divergence from the teacher at every answer token."""
 
-    def __init__(self, config: DistillationConfig) -> None:
-        self.epochs = config.epochs
+    def __init__(self, config: DistillationConfig, *, stale: bool = False) -> None:
+        """`stale`: see `PolicyTrain`."""
+        self.epochs, self.stale = config.epochs, stale
         self._config = config
 
     def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
@@ -269,15 +273,16 @@ def make_algorithm(
     experiment: DistillationExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
 ) -> StatelessAlgorithm:
     config, generation = experiment.distillation, experiment.generation
+    stale = samples_are_stale(experiment)
     generate = GenerateMethod(generation, get_eval_generation(experiment))
     methods: dict[str, Method] = {"actor.generate": generate}
     if config.top_k is None:
-        methods |= {"teacher.inference": DrawnTeacher(config), "actor.train": DrawnTrain(config)}
+        methods |= {"teacher.inference": DrawnTeacher(config), "actor.train": DrawnTrain(config, stale=stale)}
     else:
         methods |= {
             "teacher.inference": TopTeacher(),
             "actor.inference": DivergenceInference(config),
-            "actor.train": DivergenceTrain(config, epochs=config.epochs, sampled=True),
+            "actor.train": DivergenceTrain(config, epochs=config.epochs, sampled=True, stale=stale),
         }
     return StatelessAlgorithm(graph, eval_graph, methods, generation.temperature)
 

@@ -49,6 +49,39 @@ class ReferenceConfig(Settings):
         return None if self.ref_every is None else f"ref_every={self.ref_every}"
 
 
+SamplerCorrection = Literal["none", "truncate", "mask", "sequence_truncate", "sequence_mask"]
+
+
+class ClippedPolicyConfig(ReferenceConfig):
+    """Settings of algorithms that train a policy on its own samples with clipped probability ratios.
+
+    The ratio that is clipped compares the trained policy with an old policy: the policy that drew the samples or,
+    with `recompute_logprobs`, the policy at the start of the training step.
+    """
+
+    recompute_logprobs: bool = False
+    """Recompute the old log-probabilities with the trained model at the start of each training step, in a separate
+    call. false takes the log-probabilities that the sampler recorded."""
+    sampler_correction: SamplerCorrection = "none"
+    """Multiply the loss of each token by its recomputed probability divided by its recorded probability. `truncate`
+    limits this weight to `sampler_cap` (Ionides 2008). `mask` sets it to 0 above the cap and below the inverse of
+    the cap (IcePop, arXiv 2510.18855). With `sequence_truncate` and `sequence_mask`, all tokens of an answer have
+    the same weight: the product of their ratios, limited in the same way. The weights correct for stale samples
+    (decoupled PPO: Hilton et al. 2022, arXiv 2110.00641; AReaL, arXiv 2505.24298) and for numerical differences.
+    Needs `recompute_logprobs`."""
+    sampler_cap: float = Field(default=2.0, gt=1)
+    """Limit of `sampler_correction`."""
+
+    @model_validator(mode="after")
+    def _recomputes(self) -> Self:
+        if self.sampler_correction != "none" and not self.recompute_logprobs:
+            raise ValueError(
+                f"sampler_correction={self.sampler_correction} compares recorded with recomputed log-probabilities;"
+                " set recompute_logprobs=true"
+            )
+        return self
+
+
 class KLConfig(Settings):
     """Penalty that keeps the actor near the reference."""
 
@@ -145,6 +178,12 @@ def complete_reference(experiment: Recipe, section: str, kl_coef: float, setting
     return experiment
 
 
+def samples_are_stale(experiment: Experiment) -> bool:
+    """Return whether samples of a step may have been drawn with the weights of an earlier step."""
+    asynchrony = getattr(experiment, "asynchrony", None)
+    return asynchrony is not None and asynchrony.staleness > 0
+
+
 def drop_reference(experiment: Experiment) -> None:
     """Set `models.ref` of a recipe to null. Only a validator of the recipe may call this function."""
     # Settings are frozen, but nobody else has seen this object yet.
@@ -161,6 +200,7 @@ KEYS = (
     Key("finished", "float32", "one"),
     Key("logprobs", "float32", "sequences"),
     Key("ref_logprobs", "float32", "sequences"),
+    Key("old_logprobs", "float32", "sequences"),
 )
 
 GENERATE = Call(

@@ -7,10 +7,10 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from realrl.algorithms.policy import (
     GENERATE,
     KEYS,
+    ClippedPolicyConfig,
     KLConfig,
     KLEstimator,
     PolicyModels,
-    ReferenceConfig,
     RewardedExperiment,
     complete_reference,
     describe,
@@ -47,7 +47,7 @@ class PolicyKLConfig(KLConfig):
         return self
 
 
-class PolicyGradientConfig(ReferenceConfig):
+class PolicyGradientConfig(ClippedPolicyConfig):
     """Policy gradient without a critic: advantages come from the rewards of sampled answers alone."""
 
     samples: PositiveInt = 8
@@ -80,15 +80,6 @@ class PolicyGradientConfig(ReferenceConfig):
     """Optimizer steps per pass over a batch; must divide `data.batch`."""
     epochs: PositiveInt = 1
     """Passes over each batch."""
-    recompute_logprobs: bool = False
-    """Recompute the old log-probabilities with the trained model, in a separate call, instead of using the
-    log-probabilities that the sampler recorded."""
-    sampler_correction: Literal["none", "truncate", "mask"] = "none"
-    """Multiply the loss of each token by its recomputed probability divided by its recorded probability. `truncate`
-    limits this weight to `sampler_cap`. `mask` sets it to 0 above the cap and below the inverse of the cap. Needs
-    `recompute_logprobs`."""
-    sampler_cap: float = Field(default=2.0, gt=1)
-    """Limit of `sampler_correction`."""
     mask_truncated: bool = False
     """Exclude answers without end of sequence from the loss. Their rewards still count in the group."""
     overlong_buffer: PositiveInt | None = None
@@ -122,11 +113,6 @@ class PolicyGradientConfig(ReferenceConfig):
             )
         if self.clip >= 1:
             raise ValueError(f"clip={self.clip:g} is a bound below the ratio 1; it must be below 1")
-        if self.sampler_correction != "none" and not self.recompute_logprobs:
-            raise ValueError(
-                f"sampler_correction={self.sampler_correction} compares recorded with recomputed log-probabilities;"
-                " set recompute_logprobs=true"
-            )
         return self
 
 
@@ -155,7 +141,6 @@ GREEDY = "greedy_"
 """Prefix of the keys of greedy answers."""
 
 _EXTRA_KEYS = (
-    Key("old_logprobs", "float32", "sequences"),
     Key(f"{GREEDY}sequences", "int64"),
     Key(f"{GREEDY}prompt_length", "int64", "one"),
     Key(f"{GREEDY}finished", "float32", "one"),

@@ -12,11 +12,14 @@ from realrl.algorithms.clipped_policy_loss import (
     LogprobsInference,
     PolicyTrain,
     compute_policy_loss,
+    find_old_logprobs,
     global_moments,
     make_sampling_methods,
+    weigh,
     whiten,
 )
-from realrl.algorithms.kl import MAX_LOG_RATIO, KLController, estimate_kl, sequence_kl
+from realrl.algorithms.kl import KLController, estimate_kl, sequence_kl
+from realrl.algorithms.policy import samples_are_stale
 from realrl.algorithms.policy_gradient import GREEDY, PolicyGradientConfig, PolicyGradientExperiment
 from realrl.algorithms.rewards.config import may_skip
 from realrl.algorithms.rewards.reward_methods import make_reward_methods
@@ -93,21 +96,23 @@ class PolicyGradientTrain(PolicyTrain):
         max_new_tokens: int,
         restricted: bool = False,
         skips: bool = False,
+        stale: bool = False,
     ) -> None:
         """prompts: number of prompts per step. max_new_tokens: limit of an answer.
 
         restricted: whether sampling excludes tokens.
         skips: whether NaN is the score of an answer that its reward skipped. Otherwise NaN is a mistake, and must
         make the gradient not finite.
+        stale: see `PolicyTrain`.
         """
-        self.epochs = config.epochs
+        self.epochs, self.stale = config.epochs, stale
         self.kl = KLController(config.kl)
         self._config, self._prompts, self._max_new_tokens = config, prompts, max_new_tokens
         self._restricted, self._skips = restricted, skips
         self._coef = config.kl.coef
 
     def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
-        """Add `advantages` and `kept`.
+        """Add `advantages`, `kept` and the fields of `correct_sampler`.
 
         `advantages` has one number per token of `sequences`, 0 on prompts. `kept` is 1 for answers in the loss.
         """
@@ -142,6 +147,8 @@ class PolicyGradientTrain(PolicyTrain):
             per_token = whiten(per_token, global_moments(per_token, dp_sum))
         metrics = self._summarize(batch, answers, rewards=rewards, table=table, dp_sum=dp_sum)
         metrics.mean("zero_advantages", (per_token == 0).double().sum(), len(per_token))
+        batch, correction = self.correct_sampler(config, batch, counted, dp_sum)
+        metrics.update(correction)
         rows = counted.spread(per_token.float())
         return batch.with_fields(advantages=rows, kept=Ragged.scalars(kept.float())), metrics
 
@@ -208,18 +215,16 @@ class PolicyGradientTrain(PolicyTrain):
         answers = Responses.find(batch)
         at = answers.index
         new = output.logprobs[at].float()
-        sampled = batch["logprobs"].values[at]
-        old = batch["old_logprobs"].values[at] if config.recompute_logprobs else sampled
         low, high = config.clip_range
         result = compute_policy_loss(
-            log_ratio=self._log_ratio(new - old, answers),
+            log_ratio=self._log_ratio(new - find_old_logprobs(batch, at), answers),
             advantages=batch["advantages"].values[at],
             clip_low=low,
             clip_high=high,
             dual_clip=config.dual_clip,
         )
-        metrics = self.measure_update(result, logprobs=new, old_logprobs=old, entropy=output.entropy[at])
-        loss = result.loss * self._correct_sampler(old - sampled, metrics)
+        metrics = self.measure_update(result, batch, at, logprobs=new, entropy=output.entropy[at])
+        loss = weigh(result.loss, batch, at)
         if config.kl.place == "loss" and self._coef > 0:
             reference = batch["ref_logprobs"].values[at]
             loss = loss + self._coef * estimate_kl(config.kl.estimator, logprobs=new, ref_logprobs=reference)
@@ -236,19 +241,6 @@ class PolicyGradientTrain(PolicyTrain):
         if self._config.ratio == "sequence_mean":
             per_answer = per_answer / answers.counts.clamp(min=1)
         return per_answer[answers.row].float()
-
-    def _correct_sampler(self, log_ratio: Tensor, metrics: Metrics) -> Tensor:
-        """Compute the weight of each token, see `PolicyGradientConfig.sampler_correction`.
-
-        log_ratio: [A] log p_trainer - log p_sampler; result: [A]
-        """
-        mode, cap = self._config.sampler_correction, self._config.sampler_cap
-        if mode == "none":
-            return torch.ones_like(log_ratio)
-        ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-        beyond = ratio > cap if mode == "truncate" else (ratio > cap) | (ratio < 1 / cap)
-        metrics.mean("sampler_corrections_beyond_cap", beyond.double().sum(), len(ratio))
-        return ratio.clamp(max=cap) if mode == "truncate" else torch.where(beyond, 0.0, ratio)
 
     def _aggregate(self, loss: Tensor, answers: Responses) -> Tensor:
         """Sum the losses of tokens with the weights of `aggregate`. The engine then divides the sum by `weight`."""
@@ -275,6 +267,7 @@ class PolicyGradientAlgorithm(StatelessAlgorithm):
             max_new_tokens=generation.max_new_tokens,
             restricted=generation.restricted,
             skips=may_skip(reward),
+            stale=samples_are_stale(experiment),
         )
         methods = {
             **make_sampling_methods(experiment),

@@ -10,9 +10,9 @@ from realrl.algorithms.policy import (
     HEADLINES,
     KEYS,
     ROLES,
+    ClippedPolicyConfig,
     KLConfig,
     PolicyModels,
-    ReferenceConfig,
     RewardedExperiment,
     complete_reference,
     describe,
@@ -28,7 +28,7 @@ from realrl.recipe.algorithm import RoleSpec
 from realrl.recipe.model import TrainedModelConfig
 
 
-class PPOConfig(ReferenceConfig):
+class PPOConfig(ClippedPolicyConfig):
     """Proximal policy optimisation (Schulman et al. 2017) for language models."""
 
     kl: KLConfig = KLConfig()
@@ -98,17 +98,26 @@ def train_graph(
     averages: Iterable[MovingAverage] = (),
     reward: Rewards | None = None,
     reference: bool = True,
+    recompute_logprobs: bool = False,
 ) -> DataflowGraph:
     """Make the graph that samples, scores, and trains actor and critic.
 
     minibatches: optimizer steps per pass. averages: moving averages that make the reference follow the actor.
-    reward: see `score_sequences`. reference: whether there is a reference model.
+    reward: see `score_sequences`. reference: whether there is a reference model. recompute_logprobs: see
+    `ClippedPolicyConfig`.
     """
     inference = [infer_on_sequences("critic.inference", "values")]
     if reference:
         inference.insert(0, infer_on_sequences("ref.inference", "ref_logprobs"))
     made = ("logprobs", "score", *(key for call in inference for key in call.outputs))
-    train = [train_on_sequences(role, made, minibatches) for role in ("actor", "critic")]
+    old: tuple[str, ...] = ()
+    if recompute_logprobs:
+        inference.append(infer_on_sequences("actor.inference", "old_logprobs"))
+        old = ("old_logprobs",)
+    train = [
+        train_on_sequences("actor", (*made, *old), minibatches),
+        train_on_sequences("critic", made, minibatches),
+    ]
     calls = [GENERATE, *score_sequences(reward), *inference, *train]
     return DataflowGraph.using(calls, (*KEYS, VALUES, *list_score_keys(reward)), averages)
 
@@ -120,6 +129,7 @@ def _make_train_graph(experiment: PPOExperiment) -> DataflowGraph:
         averages=list_averages(experiment.ppo, models.actor, models.ref),
         reward=experiment.reward,
         reference=models.ref is not None,
+        recompute_logprobs=experiment.ppo.recompute_logprobs,
     )
 
 

@@ -170,6 +170,8 @@ class ExperienceMaker:
         answers = Responses.find(batch)
         actions = Responses.find(batch, kept)
         reference = batch["ref_logprobs" if "ref_logprobs" in batch.fields else "logprobs"]
+        # The sampler's log-probabilities, even if others were recomputed: the mean of log p - log p_ref is a
+        # divergence only if p drew the tokens.
         differences = batch["logprobs"].values - reference.values
         finished = batch["finished"].values
         rewards = shape_rewards(score=score, finished=finished, config=config)

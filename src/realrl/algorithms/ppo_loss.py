@@ -17,12 +17,14 @@ from realrl.algorithms.base.method import (
 )
 from realrl.algorithms.base.rows import Responses, add_answer_means
 from realrl.algorithms.clipped_policy_loss import (
+    LogprobsInference,
     OnSequences,
     PolicyTrain,
     global_moments,
     make_sampling_methods,
     whiten,
 )
+from realrl.algorithms.policy import samples_are_stale
 from realrl.algorithms.ppo import PPOConfig, PPOExperiment
 from realrl.algorithms.ppo_experience import (
     Experience,
@@ -37,13 +39,19 @@ from realrl.dataflow.graph import DataflowGraph
 
 
 class ActorTrain(PolicyTrain):
-    """Clipped policy gradient over action tokens. All action tokens of a mini-batch have the same weight."""
+    """Clipped policy gradient over action tokens. All of them count equally, but for `sampler_correction`."""
 
     def __init__(
-        self, config: PPOConfig, *, restricted: bool = False, skips: bool = False, turn_weight: float = 0.0
+        self,
+        config: PPOConfig,
+        *,
+        restricted: bool = False,
+        skips: bool = False,
+        turn_weight: float = 0.0,
+        stale: bool = False,
     ) -> None:
-        """`restricted`, `skips` and `turn_weight`: see `ExperienceMaker`."""
-        self._config, self._skips = config, skips
+        """`restricted`, `skips` and `turn_weight`: see `ExperienceMaker`. `stale`: see `PolicyTrain`."""
+        self._config, self._skips, self.stale = config, skips, stale
         self.epochs = config.epochs
         self.experience_maker = ExperienceMaker(
             config, restricted=restricted, skips=skips, turn_weight=turn_weight
@@ -51,7 +59,7 @@ class ActorTrain(PolicyTrain):
         self._stopped = False
 
     def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
-        """Add `advantages`: one number per token of `sequences`, 0 on prompts.
+        """Add `advantages`: one number per token of `sequences`, 0 on prompts. Add the fields of `correct_sampler`.
 
         With `advantage_norm`, advantages are normalised over all ranks.
         """
@@ -68,6 +76,8 @@ class ActorTrain(PolicyTrain):
         metrics.mean("advantage_std", number(moments.std), 1.0)
         if "ref_logprobs" in batch.fields:
             metrics.mean("kl_coef", number(experience.kl_coef), 1.0)
+        batch, correction = self.correct_sampler(self._config, batch, experience.actions, dp_sum)
+        metrics.update(correction)
         return add_to_batch(batch, experience, advantages=advantages), metrics
 
     def _summarize(self, batch: Batch, experience: Experience) -> Metrics:
@@ -213,10 +223,21 @@ class PPOAlgorithm(StatelessAlgorithm):
         self._config, self._generation = config, generation
         restricted, skips = generation.restricted, may_skip(experiment.reward)
         turn_weight = find_environment_weight(experiment.reward)
-        actor = ActorTrain(config, restricted=restricted, skips=skips, turn_weight=turn_weight)
+        actor = ActorTrain(
+            config,
+            restricted=restricted,
+            skips=skips,
+            turn_weight=turn_weight,
+            stale=samples_are_stale(experiment),
+        )
         critic = CriticTrain(config, restricted=restricted, skips=skips, turn_weight=turn_weight)
         methods = make_sampling_methods(experiment, finished_only=config.truncated == "bootstrap")
-        methods |= {"critic.inference": CriticInference(config), "actor.train": actor, "critic.train": critic}
+        methods |= {
+            "actor.inference": LogprobsInference("old_logprobs"),
+            "critic.inference": CriticInference(config),
+            "actor.train": actor,
+            "critic.train": critic,
+        }
         super().__init__(graph, eval_graph, methods, generation.temperature)
         self._experience_makers = (actor.experience_maker, critic.experience_maker)
 

@@ -20,7 +20,7 @@ PRESETS: Mapping[str, dict[str, Any]] = {
     "dr_grpo": {},
     "dapo": {"overlong_buffer": 4, "mask_truncated": True},
     "gspo": {},
-    "rloo": {"recompute_logprobs": True, "sampler_correction": "truncate"},
+    "rloo": {"recompute_logprobs": True, "sampler_correction": "sequence_truncate"},
     "reinforce_pp": {},
     "reinforce_pp_baseline": {},
     "remax": {},
@@ -37,6 +37,8 @@ METRICS = (
     "grad_norm",
     "response_tokens",
     "entropy",
+    "sampler_weight",
+    "effective_sample_size",
 )
 PLANS = {
     "2 symmetric": (2, "symmetric"),

@@ -84,6 +84,20 @@ def test_ppo_learns_the_same_on_any_meshes(
     assert_same(run(world, "ppo", tmp_path, plan=plan, cluster=cluster), alone["ppo"], 1e-4)
 
 
+def test_recomputed_logprobs_change_nothing_if_the_sampler_has_the_same_weights(
+    world: World, alone: dict[str, list[dict[str, float]]], tmp_path: Path
+) -> None:
+    changes = {"ppo__recompute_logprobs": True, "ppo__sampler_correction": "sequence_mask"}
+    got = run(world, "ppo", tmp_path, cluster="1x2", **changes)
+    for ours, reference in zip(got, alone["ppo"], strict=True):
+        for name in ("policy_loss_per_token", "loss", "grad_norm", "kl"):
+            name = f"actor.train/{name}"
+            assert ours[name] == pytest.approx(reference[name], rel=1e-4, abs=1e-4)
+        for name in ("effective_sample_size", "sampler_weight"):
+            assert ours[f"actor.train/{name}"] == pytest.approx(1, abs=1e-4)
+        assert ours["actor.train/sampler_corrections_beyond_cap"] == 0
+
+
 def test_losses_fall_during_training(alone: dict[str, list[dict[str, float]]]) -> None:
     for algorithm, name in (("sft", "actor.train/loss"), ("reward", "reward.train/loss")):
         losses = [step[name] for step in alone[algorithm]]
