@@ -183,6 +183,10 @@ class StepGraph:
             [[p < c and self._follows(c, p) for p in indices] for c in indices], dtype=bool
         ).reshape(len(self.calls), len(self.calls))
         """Whether a call must wait for an earlier call under every plan, [call, earlier call]."""
+        self.not_before = np.array(
+            [[p < c and self._copies_first(c, p) for p in indices] for c in indices], dtype=bool
+        ).reshape(self.ordered.shape)
+        """Whether a call cannot be in an earlier wave than an earlier call, [call, earlier call]."""
         self.knows_lengths = np.array(
             [[p < c and self._learns(c, p) for p in indices] for c in indices], dtype=bool
         ).reshape(self.ordered.shape)
@@ -195,9 +199,20 @@ class StepGraph:
 
     def _follows(self, c: int, p: int) -> bool:
         call, earlier = self.calls[c], self.calls[p]
+        if call.ahead != earlier.ahead:
+            return False  # they work on different batches
         changing = call.role in changes(self.graph, earlier) or earlier.role in changes(self.graph, call)
         needed = p in self.dependents and c in self.dependents[p]
         return earlier in self.graph.dependencies(call) or changing or needed
+
+    def _copies_first(self, c: int, p: int) -> bool:
+        """Check whether a call changes parameters that an earlier call needs for another batch.
+
+        Both may run at the same time, on different devices. But the copy for the earlier call must be made before,
+        and a wave makes its copies before its calls run.
+        """
+        call, earlier = self.calls[c], self.calls[p]
+        return call.ahead != earlier.ahead and earlier.role in changes(self.graph, call)
 
     def _learns(self, c: int, p: int) -> bool:
         return self.calls[p] in self.graph.dependencies(self.calls[c]) and c in self.length_receivers[p]
@@ -356,7 +371,8 @@ class StepFacts:
             # Functions use no device.
             meets[range(c) if c in step.functions else [f for f in step.functions if f < c]] = False
             after = meets | step.ordered[c, :c, None]
-            wave[c] = np.where(after, wave[:c] + 1, 0).max(axis=0)
+            beside = np.where(step.not_before[c, :c, None], wave[:c], 0)
+            wave[c] = np.maximum(np.where(after, wave[:c] + 1, 0), beside).max(axis=0)
         if step.done:
             # Leave out waves whose calls have all run.
             left = np.unique(wave[[c for c in range(len(wave)) if c not in step.done]])

@@ -193,7 +193,8 @@ class _Builder:
     def _function_candidates(self, call: Call, plans: Iterable[Plan]) -> tuple[Candidate, ...]:
         """List candidates of a function: every mesh with a record for each rank, and the placements in `plans`.
 
-        A function that no run has measured may be slow, so it gets only the meshes with the most ranks.
+        A function that no run has measured may be slow, so it gets only the meshes with the most ranks. If sampling
+        runs ahead, half as many ranks are enough, because ranks that sample would send its outputs too late.
         """
         placements = [function_placement(mesh) for mesh in self.meshes]
         if self.search_space.micro_batch_tokens == ():  # only the placements in `plans`
@@ -203,7 +204,8 @@ class _Builder:
         if all(measured for _, measured in found):
             found += self._on_hosts(call, [plan[call.name] for plan in plans])
         else:
-            found = [pair for pair in found if pair[0].placement.mesh.size == widest]
+            least = widest / 2 if self.scenario.graph.ahead else widest
+            found = [pair for pair in found if pair[0].placement.mesh.size >= least]
         return tuple(dict.fromkeys(candidate for candidate, _ in found))
 
     def _on_hosts(self, call: Call, placements: Iterable[Placement]) -> Iterator[tuple[Candidate, bool]]:
