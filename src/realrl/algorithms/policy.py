@@ -180,8 +180,23 @@ def complete_reference(experiment: Recipe, section: str, kl_coef: float, setting
 
 def samples_are_stale(experiment: Experiment) -> bool:
     """Return whether samples of a step may have been drawn with the weights of an earlier step."""
-    asynchrony = getattr(experiment, "asynchrony", None)
-    return asynchrony is not None and asynchrony.staleness > 0
+    return experiment.asynchrony.staleness > 0
+
+
+def check_correction(experiment: Recipe, section: str, settings: ClippedPolicyConfig) -> Recipe:
+    """Check that a recipe does not ignore that its samples are stale. A validator of the recipe calls this.
+
+    Raises ValueError if old log-probabilities are recomputed with newer weights than those that sampled, and no
+    weight corrects for the difference. The loss would then take the samples for those of the newer weights.
+    """
+    recomputes = settings.recompute_logprobs and settings.sampler_correction == "none"
+    if recomputes and samples_are_stale(experiment):
+        raise ValueError(
+            f"{section}.recompute_logprobs=true forgets which weights drew the samples, and with"
+            f" asynchrony.staleness={experiment.asynchrony.staleness} they are older; set"
+            f" {section}.sampler_correction (for example to truncate), or recompute_logprobs=false"
+        )
+    return experiment
 
 
 def drop_reference(experiment: Experiment) -> None:

@@ -12,6 +12,7 @@ from realrl.algorithms.policy import (
     KLEstimator,
     PolicyModels,
     RewardedExperiment,
+    check_correction,
     complete_reference,
     describe,
     infer_on_sequences,
@@ -125,6 +126,10 @@ class PolicyGradientExperiment(RewardedExperiment):
     @model_validator(mode="after")
     def _reference(self) -> Self:
         return complete_reference(self, "policy", self.policy.kl.coef, self.policy)
+
+    @model_validator(mode="after")
+    def _correction(self) -> Self:
+        return check_correction(self, "policy", self.policy)
 
     @model_validator(mode="after")
     def _overlong(self) -> Self:

@@ -14,6 +14,7 @@ from realrl.algorithms.policy import (
     KLConfig,
     PolicyModels,
     RewardedExperiment,
+    check_correction,
     complete_reference,
     describe,
     infer_on_sequences,
@@ -86,6 +87,10 @@ class PPOExperiment(RewardedExperiment):
     @model_validator(mode="after")
     def _reference(self) -> Self:
         return complete_reference(self, "ppo", self.ppo.kl.coef, self.ppo)
+
+    @model_validator(mode="after")
+    def _correction(self) -> Self:
+        return check_correction(self, "ppo", self.ppo)
 
 
 VALUES = Key("values", "float32", "sequences")
