@@ -52,12 +52,14 @@ def compile_ahead(graph: DataflowGraph, plan: Plan) -> dict[range, list[Program]
 
 
 @settings(max_examples=120, deadline=None)
-@given(st.data(), st.sampled_from([*GRAPHS.values()]), st.integers(1, 3))
-def test_any_plan_compiles_to_valid_programs(data: st.DataObject, graph: DataflowGraph, steps: int) -> None:
+@given(st.data(), st.sampled_from([*GRAPHS.values()]), st.integers(0, 3), st.integers(1, 3))
+def test_any_plan_compiles_to_valid_programs(
+    data: st.DataObject, graph: DataflowGraph, steps: int, span: int
+) -> None:
     def some(roles: list[str]) -> tuple[str, ...]:
         return tuple(data.draw(st.lists(st.sampled_from(roles), unique=True))) if roles else ()
 
-    graph = run_ahead(graph, steps)
+    graph = run_ahead(graph, steps, span)
     placements = {call.name: data.draw(st.sampled_from(EIGHT)) for call in graph.calls}
     trained = [role for role in graph.roles if graph.trained(role)]
     plan = Plan(Cluster(1, 8), placements, some([*graph.roles]), some(trained), some([*graph.roles]))
@@ -110,10 +112,10 @@ def test_generation_and_training_of_a_step_wait_only_at_its_ends() -> None:
 
 
 @pytest.mark.parametrize("kind", [Feed, Run, Send, Receive, ShareLengths, Reallocate])
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize(("steps", "span"), [(1, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize("name", GRAPHS)
-def test_validation_finds_any_dropped_instruction(kind: type, steps: int, name: str) -> None:
-    graph = run_ahead(GRAPHS[name], steps)
+def test_validation_finds_any_dropped_instruction(kind: type, steps: int, span: int, name: str) -> None:
+    graph = run_ahead(GRAPHS[name], steps, span)
     plan = apart(graph)
     homes = home_placements(graph, plan)
     made = compile_ahead(graph, plan)

@@ -6,10 +6,11 @@ from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 
 
-def run_ahead(graph: DataflowGraph, steps: int) -> DataflowGraph:
-    """Let generate calls sample the batch that is trained on `steps` steps later.
+def run_ahead(graph: DataflowGraph, steps: int, span: int = 1) -> DataflowGraph:
+    """Let generate calls sample the batch that is trained on `steps` steps later, each batch over `span` steps.
 
-    The samples of a step then come from parameters that are `steps` updates old. If `steps` is 2 or more, functions
+    The oldest tokens of a step then come from parameters that are `steps` + `span` - 1 updates old. If `steps` is 2
+    or more, functions
     run one step later than generation, so that a slow reward delays neither generation nor training. All other
     calls run in the step that trains on the batch: whether a call of a frozen model runs early does not change its
     outputs, and calls of trained models should use the latest parameters.
@@ -27,7 +28,10 @@ def run_ahead(graph: DataflowGraph, steps: int) -> DataflowGraph:
         producers = [ahead[other.name] for other in graph.calls if _reads(graph, call, other)]
         if call.kind is not Kind.GENERATE:
             ahead[call.name] = min([ahead[call.name], *producers])
-    calls = [replace(call, ahead=ahead[call.name]) for call in graph.calls]
+    calls = [
+        replace(call, ahead=ahead[call.name], span=span if call.kind is Kind.GENERATE else 1)
+        for call in graph.calls
+    ]
     return DataflowGraph(calls, graph.keys.values(), graph.averages)
 
 

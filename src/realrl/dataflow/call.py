@@ -113,6 +113,9 @@ class Call:
 
     `ahead` is the number of steps by which the call runs ahead of training: in the step that trains on batch t, the
     call works on batch t + `ahead`. A key has a lag between two calls if the first one runs further ahead.
+
+    A generate call may spread each batch over `span` steps, with a part of the answers' tokens in each of them. It
+    then works on `span` batches at a time: it ends batch t + `ahead`, and begins batch t + `ahead` + `span` - 1.
     """
 
     name: str
@@ -128,11 +131,16 @@ class Call:
     candidates: Candidates | None = None
     replays: tuple[Replay | None, ...] = ()
     ahead: int = 0
+    span: int = 1
 
     def __post_init__(self) -> None:
         if self.ahead < 0 or (self.ahead and self.kind is Kind.TRAIN):
             raise DescriptionError(
                 f"call {self.name}: ahead={self.ahead}; it must be 0 or more, and 0 for training"
+            )
+        if self.span < 1 or (self.span > 1 and self.kind is not Kind.GENERATE):
+            raise DescriptionError(
+                f"call {self.name}: span={self.span}; it must be 1 or more, and 1 unless the call generates"
             )
         if (self.role is None) != (self.kind is Kind.FUNCTION):
             raise DescriptionError(f"call {self.name}: a function has no role, every other call has one")
@@ -166,6 +174,11 @@ class Call:
             raise DescriptionError(
                 f"call {self.name}: candidates are {candidates.ids!r}, which is not among its inputs {self.inputs}"
             )
+
+    @property
+    def begins_ahead(self) -> int:
+        """Number of steps by which the call begins a batch before training."""
+        return self.ahead + self.span - 1
 
     @property
     def records_experts(self) -> bool:

@@ -64,10 +64,10 @@ class DataflowGraph:
         for call in self.calls:
             self._check_candidates(call)
             for producer in (self._producer[key] for key in call.inputs if key in self._producer):
-                if producer.ahead < call.ahead:
+                if producer.ahead < call.begins_ahead:
                     raise DescriptionError(
-                        f"call {call.name} runs {count_steps(call.ahead)} ahead, but {producer.name}, whose outputs"
-                        f" it reads, runs {count_steps(producer.ahead)} ahead"
+                        f"call {call.name} runs {count_steps(call.begins_ahead)} ahead, but {producer.name}, whose"
+                        f" outputs it reads, runs {count_steps(producer.ahead)} ahead"
                     )
         # Computing the order raises DescriptionError if there is a cycle.
         _ = self.order
@@ -140,8 +140,8 @@ class DataflowGraph:
 
     @cached_property
     def ahead(self) -> int:
-        """Largest number of steps by which a call runs ahead of training. Records are taken that early."""
-        return max((call.ahead for call in self.calls), default=0)
+        """Largest number of steps by which a call begins a batch before training. Records are taken that early."""
+        return max((call.begins_ahead for call in self.calls), default=0)
 
     @cached_property
     def periods(self) -> frozenset[int]:
@@ -236,7 +236,8 @@ def count_steps(count: int) -> str:
 
 
 def _about(call: Call, trained: Collection[str]) -> str:
-    early = f", {count_steps(call.ahead)} ahead" if call.ahead else ""
+    spread = f", spread over {count_steps(call.span)}" if call.span > 1 else ""
+    early = spread + (f", {count_steps(call.ahead)} ahead" if call.ahead else "")
     if call.role is None:
         return f"{call.kind} {call.function} on the host{early}"
     frozen = "" if call.role in trained else " frozen"

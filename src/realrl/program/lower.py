@@ -29,6 +29,7 @@ from realrl.program.order import (
     dividing_keys,
     keys_between,
     length_readers,
+    list_batches,
     producers,
     set_names,
     trained_sets,
@@ -152,8 +153,9 @@ class _Lowering:
     ) -> None:
         self.plan, self.homes, self.kept, self.parts = plan, homes, kept, parts
         rows = {role: len(graph.order) + i for i, role in enumerate(homes)}
-        # Calls whose batch is not selected do nothing in this step.
-        idle = [call.name for call in graph.calls if call.ahead not in batches]
+        self.batches = batches
+        # Calls whose batches are not selected do nothing in this step.
+        idle = [call.name for call in graph.calls if not list_batches(call, batches)]
         self.graph = StepGraph(graph, rows, [*done, *idle])
         self.facts = StepFacts(self.graph, self._decide())
         pairs = [(p.name, c.name) for c in graph.order for p in producers(graph, c)]
@@ -216,6 +218,8 @@ class _Lowering:
         match activity.phase:
             case Phase.START | Phase.RUN:
                 self.run(call)
+            case Phase.HAND_ON | Phase.HAND_ON_COLLECTED | Phase.DELIVER if call.ahead not in self.batches:
+                pass  # the call has not ended a batch
             case Phase.HAND_ON | Phase.HAND_ON_COLLECTED:
                 self.hand_on(call)
             case Phase.LOAD | Phase.LOAD_FOLLOWER:
@@ -329,7 +333,8 @@ class _Lowering:
 
     def report(self) -> None:
         """Send the metrics of all calls to the writer, at the end of the step, when the writer is idle."""
-        for call in (call for wave in self.waves() for call in wave if call.has_metrics):
+        ending = (call for wave in self.waves() for call in wave if call.ahead in self.batches)
+        for call in (call for call in ending if call.has_metrics):
             output_ranks = self.plan[call.name].output_ranks
             # Ranks of a model have added up their metrics; ranks of a function or an environment know only the
             # metrics of their own items.

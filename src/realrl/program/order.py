@@ -1,7 +1,7 @@
 """Facts about the calls of a step that follow from the graph: parameters that change, producers, and readers of
 lengths."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from realrl.dataflow.call import Call, Kind, MovingAverage
 from realrl.dataflow.graph import DataflowGraph
@@ -71,6 +71,12 @@ def dividing_keys(graph: DataflowGraph, call: Call) -> tuple[str, ...]:
     """List the keys whose lengths decide how a call's items are divided among its ranks."""
     found = (graph.length_key(key) for key in call.work)
     return tuple(dict.fromkeys(key for key in found if key is not None))
+
+
+def list_batches(call: Call, batches: Collection[int]) -> list[int]:
+    """List the batches on which a call works in a step, if the step works on `batches`. Batches are numbers of
+    steps until they are trained on."""
+    return [batch for batch in range(call.ahead, call.ahead + call.span) if batch in batches]
 
 
 def transfer_ahead(graph: DataflowGraph, producer: Call, consumer: Call) -> int:

@@ -29,7 +29,14 @@ from realrl.program.instructions import (
     ShareLengths,
     StateKind,
 )
-from realrl.program.order import TrainableParts, dividing_keys, set_names, trained_sets, transfer_ahead
+from realrl.program.order import (
+    TrainableParts,
+    dividing_keys,
+    list_batches,
+    set_names,
+    trained_sets,
+    transfer_ahead,
+)
 from realrl.program.text import format_instruction, name_parameters
 
 
@@ -113,7 +120,9 @@ class _DryRun:
         self.received: dict[MessageKey, set[int]] = {}
         self.ran: set[str] = {*done}
         self.sampled: dict[tuple[str, int], int] = {}
-        """(Generate call, batch) -> version of the parameters from which it has sampled this batch."""
+        """(Generate call, batch) -> version of the parameters with which it began to sample this batch."""
+        self.batches: Collection[int] = (0,)
+        """Batches on which the step works."""
         for name, placement in done.items():
             for r in placement.output_ranks:
                 self.ranks[r].batches[0].produced |= set(graph.call(name).outputs)
@@ -141,7 +150,7 @@ class _DryRun:
 
     def run(self, programs: Sequence[Program], batches: Collection[int] = (0,)) -> None:
         """Execute a step that works on `batches` (see `lower`). Then every batch is one step closer to training."""
-        self.at_start = dict(self.versions)
+        self.at_start, self.batches = dict(self.versions), batches
         for rank, program in zip(self.ranks, programs, strict=True):
             rank.program, rank.position = program, 0
         while any(rank.current is not None for rank in self.ranks):
@@ -149,7 +158,7 @@ class _DryRun:
             if not any(progress):
                 waiting = [r.program.rank for r in self.ranks if r.current is not None]
                 raise self._error("deadlock: no rank can continue", waiting)
-        missing = [c.name for c in self.graph.calls if c.ahead in batches and c.name not in self.ran]
+        missing = [c.name for c in self.graph.calls if list_batches(c, batches) and c.name not in self.ran]
         if missing:
             raise self._error(f"calls never run: {', '.join(missing)}", [])
         for rank, at_rest in zip(self.ranks, self.at_rest, strict=True):
@@ -276,8 +285,8 @@ class _DryRun:
 
     def _run_call(self, run: Run, members: list[_Rank]) -> None:
         call = self.graph.call(run.call)
-        for rank in members:
-            batch = rank.batches[call.ahead]
+        working = list_batches(call, self.batches)
+        for rank, batch in ((rank, rank.batches[number]) for rank in members for number in working):
             known = batch.fed | batch.inputs.get(call.name, set())
             for key in call.inputs:
                 self._need(rank, key in known, f"has no {key} for {call.name}")
@@ -285,6 +294,7 @@ class _DryRun:
                 self._need(
                     rank, length is None or length in batch.lengths, f"does not know how long {key} is"
                 )
+        for rank in members:
             self._need(rank, call.role == run.role, f"runs {call.name} with the model of {run.role}")
             for name in () if run.role is None else set_names(run.role, self.parts):
                 self._need_parameters(
@@ -300,7 +310,7 @@ class _DryRun:
                 rank.parameters[copy] = self.versions[call.model_role, name]
         output_ranks = {*run.placement.output_ranks}
         for rank in members:
-            if rank.program.rank in output_ranks:
+            if rank.program.rank in output_ranks and call.ahead in working:
                 rank.batches[call.ahead].produced |= set(call.outputs)
         self.ran.add(call.name)
 
@@ -311,12 +321,19 @@ class _DryRun:
         version = sum(of for (role, _), of in self.at_start.items() if role == call.role)
         updates = max(1, len(trained_sets(call.role, self.parts)))
         if call.kind is Kind.GENERATE:
-            self.sampled[call.name, call.ahead] = version
+            for batch in list_batches(call, self.batches):
+                self.sampled.setdefault((call.name, batch), version)
         for (name, batch), sampled in self.sampled.items() if call.kind is Kind.TRAIN else ():
             sampler = self.graph.call(name)
-            if batch == 0 and sampler.role == call.role and version - sampled > sampler.ahead * updates:
+            if (
+                batch == 0
+                and sampler.role == call.role
+                and version - sampled > sampler.begins_ahead * updates
+            ):
                 old = (version - sampled) // updates
-                raise self._error(f"samples of {name} are {old} updates old, more than {sampler.ahead}", [])
+                raise self._error(
+                    f"samples of {name} are {old} updates old, more than {sampler.begins_ahead}", []
+                )
 
     def _batch(self, rank: _Rank, message: Send | Receive) -> _Batch:
         producer, consumer = (self.graph.call(name) for name in (message.producer, message.consumer))

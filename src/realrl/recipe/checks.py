@@ -121,6 +121,8 @@ def _asynchrony_problems(experiment: Experiment) -> Iterator[str]:
             f"{field}: sampling cannot run ahead if a step samples in up to {rounds} rounds; set"
             " policy.sampling_rounds=1, or staleness=0"
         )
+    if experiment.asynchrony.partial and experiment.environment_config is not None:
+        yield "asynchrony.partial=true: trajectories in an environment are not interrupted; set partial=false"
     record = experiment.debug.record
     if record.steps or record.every is not None:
         yield f"{field}: steps of asynchronous runs cannot be replayed; leave debug.record out"

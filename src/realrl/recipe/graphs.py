@@ -24,7 +24,7 @@ SAMPLED = ("sequences", "prompt_length", "finished")
 def build_graph(experiment: Experiment) -> DataflowGraph:
     """Build the calls of one training step. Raises UserError if they contradict the algorithm's description."""
     graph = _build(experiment, experiment.spec.train_graph, "train_graph", _train_problems)
-    return run_ahead(graph, experiment.asynchrony.staleness)
+    return run_ahead(graph, experiment.asynchrony.ahead, experiment.asynchrony.span)
 
 
 def build_eval_graph(experiment: Experiment) -> DataflowGraph | None:

@@ -1,6 +1,8 @@
 """Settings of the training loop: its length, and what happens after spikes and skipped steps."""
 
-from pydantic import Field, PositiveInt
+from typing import Self
+
+from pydantic import Field, PositiveInt, model_validator
 
 from realrl.config.base import Settings
 
@@ -46,7 +48,40 @@ class AsynchronyConfig(Settings):
     """Sampling that runs ahead of training, on devices of its own, so that neither waits for the other."""
 
     staleness: int = Field(default=0, ge=0, le=8)
-    """Number of steps by which sampling runs ahead of training. The samples of a step then come from weights that
-    are this many optimizer steps of training older, and the algorithm must correct for it. 0 samples each batch
-    with the latest weights. With 2 or more, reward functions run between sampling and training, in a step of their
-    own. See docs/asynchrony.md."""
+    """Age of the oldest tokens of a batch when it is trained on: the number of training steps since the weights
+    that sampled them. 0 samples each batch with the latest weights. With 2 or more, unless `partial`, reward
+    functions run between sampling and training, in a step of their own. See docs/asynchrony.md."""
+    partial: bool = False
+    """Spread the answers of a batch over several steps, with an equal part of generation.max_new_tokens in each. An
+    answer that has not ended goes on in the next step, with newer weights and beside the answers of the next batch.
+    A long answer then delays no step."""
+    overlap: bool = True
+    """Train while the next batch is sampled. false trains after sampling, on the same devices; only `partial` is
+    then asynchronous."""
+
+    @property
+    def ahead(self) -> int:
+        """Number of steps by which sampling of a batch ends before training."""
+        if not self.partial:
+            return self.staleness
+        return min(self.staleness, 1) if self.overlap else 0
+
+    @property
+    def span(self) -> int:
+        """Number of steps over which sampling of a batch is spread."""
+        return self.staleness - self.ahead + 1
+
+    @model_validator(mode="after")
+    def _does_something(self) -> Self:
+        if self.partial and self.span == 1:
+            least = 2 if self.overlap else 1
+            also = ", or overlap=false" if self.staleness else ""
+            raise ValueError(
+                f"partial=true with staleness={self.staleness} has one step for each answer; set staleness to"
+                f" {least} or more{also}"
+            )
+        if not self.overlap and not self.partial:
+            raise ValueError(
+                "overlap=false without partial=true is synchronous; leave it out, with staleness=0"
+            )
+        return self

@@ -151,7 +151,7 @@ class TrainingSteps:
             rows: dict[str, tuple[list[int], Ragged]] = {}
             for call in phase.graph.calls:
                 placement = phase.plan[call.name]
-                if call.ahead > step - done and rank in placement.output_ranks:
+                if call.begins_ahead > step - done and rank in placement.output_ranks:
                     items = batch.store.items(call, placement.item_index(rank))
                     rows |= {key: (items, batch.store.rows(key, items)) for key in call.outputs}
             found[step] = rows
@@ -183,7 +183,7 @@ class TrainingSteps:
         graph = self._job.train.graph
         steps = [batch["step"] for batch in batches]
         produced = {
-            step: {key for call in graph.calls if call.ahead > step - done for key in call.outputs}
+            step: {key for call in graph.calls if call.begins_ahead > step - done for key in call.outputs}
             for step in steps
         }
         fits = all(rows.get(step, {}).keys() == keys for step, keys in produced.items())

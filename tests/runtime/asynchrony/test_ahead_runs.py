@@ -22,7 +22,8 @@ def write_recipe(world: World, directory: Path, algorithm: str, staleness: int, 
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "reward.py").write_text(REWARD)
     changes = {"reward": str(directory / "reward.py") + ":score", "models__reward": None, **changes}
-    return world.recipe(algorithm, directory, asynchrony__staleness=staleness, **changes)
+    changes = {"asynchrony": {"staleness": staleness}, **changes}
+    return world.recipe(algorithm, directory, **changes)
 
 
 def part(file: Path, size: int = 2) -> Path:
@@ -61,5 +62,41 @@ def test_learning_is_the_same_on_one_process_and_apart(
     run_on_ranks(1, [alone])
     run_on_ranks(2, [apart])
     assert len(learnt(alone)) == len(learnt(apart)) == 5
+    for mine, theirs in zip(learnt(alone), learnt(apart), strict=True):
+        assert mine and mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
+PARTIAL = [
+    {"staleness": 1, "overlap": False},
+    {"staleness": 2},
+    {"staleness": 3},
+    {"staleness": 3, "overlap": False},
+]
+
+
+@pytest.mark.parametrize("settings", PARTIAL, ids=str)
+def test_partial_answers_are_those_of_one_piece_if_weights_do_not_change(
+    world: World, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    frozen = {"models__actor__optimizer": {"lr": 1e-30}, "training__steps": 4}
+    whole = write_recipe(world, tmp_path / "whole", "grpo", 0, **frozen)
+    parted = write_recipe(
+        world, tmp_path / "parted", "grpo", 0, **frozen, asynchrony={**settings, "partial": True}
+    )
+    run_on_ranks(1, [whole, parted])
+    for mine, theirs in zip(learnt(parted), learnt(whole), strict=True):
+        assert mine and mine == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("settings", PARTIAL, ids=str)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_partial_answers_are_the_same_on_one_process_and_apart(
+    world: World, tmp_path: Path, algorithm: str, settings: dict[str, Any]
+) -> None:
+    changes = {"asynchrony": {**settings, "partial": True}}
+    alone = write_recipe(world, tmp_path / "alone", algorithm, 0, **changes)
+    apart = part(write_recipe(world, tmp_path / "apart", algorithm, 0, **changes))
+    run_on_ranks(1, [alone])
+    run_on_ranks(2, [apart])
     for mine, theirs in zip(learnt(alone), learnt(apart), strict=True):
         assert mine and mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)

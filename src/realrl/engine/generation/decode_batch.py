@@ -141,7 +141,7 @@ class GenerateCall:
         """Append a sampled token to a row. Returns whether a token or a limit ends the row's turn here."""
         row.tokens.append(token)
         row.logprobs.append(logprob)
-        ends = token in self.stop_token_ids or len(row.tokens) == self.new_tokens
+        ends = token in self.stop_token_ids or len(row.tokens) in (self.new_tokens, row.limit)
         if self.turns is not None:
             ends |= self.turns.note(row.number, len(row.tokens) - row.turn_start, token, logprob)
         return ends

@@ -3,6 +3,7 @@
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -36,6 +37,22 @@ def group_samples(ids: Sequence[int], prompts: Ragged, samples: int) -> list[lis
     return list(groups.values())
 
 
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A part of the continuations of items, which a generate call samples in several parts.
+
+    Between two parts, the parameters may change. The cache is not kept, so each part begins with a prefill of what
+    the earlier parts have sampled.
+    """
+
+    keys: Sequence[int]
+    """Key of each item's sampling noise (`SamplingNoise.make_keys`)."""
+    begun: Sequence[tuple[Sequence[int], Sequence[float]]]
+    """For each item: the tokens that earlier parts have sampled, and their log-probabilities."""
+    tokens: int
+    """Maximum number of tokens that an item gets in this part."""
+
+
 @torch.no_grad()
 def generate(
     model: Model,
@@ -52,6 +69,7 @@ def generate(
     record_experts: bool = False,
     kept: KeptDecoding | None = None,
     turns: Turns | None = None,
+    part: Part | None = None,
 ) -> Batch:
     """Continue the rows of field `prompts`, by at most `sampling.max_new_tokens` tokens each.
 
@@ -74,6 +92,10 @@ def generate(
     `sampling.max_new_tokens` tokens of both. It begins with tokens of the environment. The field action_mask is
     then 1 for the tokens that the model sampled, and 0 for all others; `finished` is about the model's last turn.
 
+    With `part`, items continue what earlier parts have sampled, and pause after a number of tokens. All stages of a
+    pipeline then get the fields, because all of them need the tokens for the next part. Only the last stage has the
+    log-probabilities.
+
     `kept` holds memory that later calls of this model use again; without it, all memory is freed at the end.
     `after_step` is called after each decode step. Raises NotFiniteLogitsError if the model's logits are not finite.
     """
@@ -82,9 +104,14 @@ def generate(
     # Prompts that are prefilled together should have similar lengths, because some attention kernels pad them.
     groups.sort(key=lambda group: -given.lengths[group[0]])
     rows = list_rows(groups, given.to(torch.device("cpu")))
-    keys = SamplingNoise(seed).make_keys(torch.tensor(batch.ids)).tolist()
+    keys = SamplingNoise(seed).make_keys(torch.tensor(batch.ids)).tolist() if part is None else part.keys
     for row in rows:
         row.key = keys[row.number]
+        if part is not None:
+            tokens, known = part.begun[row.number]
+            row.tokens.extend(tokens)
+            row.logprobs.extend(known)
+            row.limit = len(tokens) + part.tokens
     call = GenerateCall(
         model,
         rows,
@@ -103,9 +130,9 @@ def generate(
     model.pipeline.wait_sends()
     rows.sort(key=lambda row: row.number)
     experts = [] if call.experts is None else join_stages(model, rows, call.experts)
-    if not model.shard.last:
+    if not model.shard.last and part is None:
         return batch
-    for row, item in zip(rows, batch.ids, strict=True):
+    for row, item in zip(rows, batch.ids, strict=True) if model.shard.last else ():
         _check_finite(row, seed.first_sequence + item)
     # An environment may have replaced a prompt.
     sequences = [as_tensor(row.prompt.tokens + row.tokens, torch.int64) for row in rows]

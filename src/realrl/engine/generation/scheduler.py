@@ -90,8 +90,10 @@ class DecodeRow:
     cached: int = 0
     """Number of tokens of its own segment in the cache while the row waits there. The segment begins with the last
     token of the prompt."""
+    limit: int | None = None
+    """Length of the continuation at which the row pauses, until a later call; None for no pause."""
     done: bool = False
-    """Whether the continuation is complete."""
+    """Whether the continuation is complete, or pauses."""
     stopped: bool = False
     """Whether a stop string ended the continuation, or its last turn."""
     away: bool = False

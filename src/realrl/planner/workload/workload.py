@@ -202,16 +202,19 @@ class Workload:
     def work(self, call: Call) -> CallWork:
         """Compute the work of a call. Each key in the call's `work` is one sequence per item."""
         if call.kind is Kind.GENERATE:
-            prompts, answers = zip(*self.pairs, strict=True)
+            parts = self._list_parts(call.span)
+            prompts, answers = zip(*parts, strict=True)
+            # A part after the first one is prefilled alone, not together with the other samples of its prompt.
+            shared = len(self.pairs) / self.samples + len(parts) - len(self.pairs)
             return CallWork(
-                items=self.items,
+                items=round(self.items * len(parts) / len(self.pairs)),
                 lengths=prompts,
                 answers=answers,
-                room=self.max_new_tokens,
+                room=-(-self.max_new_tokens // call.span),
                 minibatches=1,
                 passes=1,
                 per_item=len(call.work),
-                samples=self.samples,
+                samples=self.samples if call.span == 1 else max(1, round(len(parts) / shared)),
                 sampling=self.sampling,
                 environment=self.environment,
             )
@@ -233,11 +236,22 @@ class Workload:
             per_item=len(call.work),
         )
 
+    def _list_parts(self, span: int) -> list[tuple[int, int]]:
+        """List what a generate call samples in a step if it spreads each answer over `span` steps: pairs of the
+        tokens that are known before and the tokens that are sampled, for answers of every age."""
+        most = -(-self.max_new_tokens // span) if span > 1 else self.max_new_tokens
+        return [
+            (prompt + before, min(most, answer - before) if span > 1 else answer)
+            for age in range(span)
+            for prompt, answer in self.pairs
+            if (before := age * most) < answer or not age
+        ]
+
     def tokens(self, graph: DataflowGraph) -> float:
         """Compute the mean number of tokens of a step of a graph. Prompts and answers count together, and each
         sequence counts once."""
         mean = sum(self.prompts) / len(self.prompts) + sum(self.answers) / len(self.answers)
-        return mean * max(self.work(call).sequences for call in graph.calls)
+        return mean * self.items * max(len(call.work) for call in graph.calls)
 
     @cached_property
     def pairs(self) -> tuple[tuple[int, int], ...]:

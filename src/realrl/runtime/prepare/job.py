@@ -330,6 +330,11 @@ def _replay_routers(
                     f"{field}: the model is not a mixture of experts, so it has no router; leave the setting out"
                 )
         elif role in sampling:
+            if config.router_replay is not False and any(call.span > 1 for call in graph.calls):
+                raise UserError(
+                    f"models.{role}: with asynchrony.partial=true, the experts of an answer's first tokens are not"
+                    f" kept; set models.{role}.router_replay=false"
+                )
             if config.router_replay is not False:
                 widths[role] = shape.layers * shape.mixture.per_token
         elif config.router_replay:

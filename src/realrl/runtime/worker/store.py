@@ -38,12 +38,20 @@ class Store:
         """Add the rows of `key` for the items `ids`."""
         self._rows.setdefault(key, {}).update(zip(ids, rows.rows(), strict=True))
 
+    def put_row(self, key: str, item: int, row: Tensor) -> None:
+        """Add the row of `key` for one item, or replace it."""
+        self._rows.setdefault(key, {})[item] = row
+
     def place(self, call: Call, assignment: list[list[int]]) -> None:
         """Set the assignment of items to ranks for a call that has already run.
 
         `assignment`: for each data-parallel rank, the ids of its items.
         """
         self._assignments[call.name] = [[sorted(ids)] for ids in assignment]
+
+    def row(self, key: str, item: int) -> Tensor | None:
+        """Return the row of an item, if this rank holds it."""
+        return self._rows.get(key, {}).get(item)
 
     def rows(self, key: str, ids: list[int]) -> Ragged:
         """Select rows of the items `ids`, which this rank must hold."""

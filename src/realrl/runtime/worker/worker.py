@@ -23,8 +23,8 @@ from realrl.config.user_code import name_function
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import Call, Kind
 from realrl.engine.finite import NotFiniteError, NotFiniteLogitsError
-from realrl.engine.generation.generator import generate, group_samples
-from realrl.engine.generation.sampling_noise import SamplingSeed
+from realrl.engine.generation.generator import Part, generate, group_samples
+from realrl.engine.generation.sampling_noise import SamplingNoise, SamplingSeed
 from realrl.engine.model import Model
 from realrl.engine.reduced_metrics import DifferentMetricsError
 from realrl.engine.training.trainer import TrainOptions
@@ -43,7 +43,7 @@ from realrl.program.instructions import (
     ShareLengths,
 )
 from realrl.program.memory import EarlyLoads
-from realrl.program.order import producers, transfer_ahead
+from realrl.program.order import list_batches, producers, transfer_ahead
 from realrl.program.text import format_instruction
 from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.stop_strings import StopStrings
@@ -224,14 +224,16 @@ class Worker:
                     return steps[graph.ahead]
                 case Send(producer=producer, consumer=call) | Receive(producer=producer, consumer=call):
                     return steps[sent[producer, call]]
-                case Run(call=call) | ShareLengths(call=call) | Report(call=call):
+                case Run(call=call):
+                    return steps[list_batches(graph.call(call), steps)[0]]
+                case ShareLengths(call=call) | Report(call=call):
                     return steps[graph.call(call).ahead]
             # Parameters belong to no batch; they move for the batch that is trained on.
             return steps[min(steps)]
 
         handlers: dict[type[Instruction], Callable[..., None]] = {
             Feed: lambda i: now(i).store.feed(now(i).input.records),
-            Run: lambda i: self._run_call(i, now(i)),
+            Run: lambda i: self._run_call(i, steps, now(i)),
             Send: lambda i: self._exchange.send(i, now(i).store),
             Receive: lambda i: self._exchange.receive(i, now(i).store),
             ShareLengths: lambda i: self._exchange.share_lengths(i, now(i).store),
@@ -324,11 +326,15 @@ class Worker:
             now.timer.function(function, returned.start, returned.end, waited=(before, after))
         return after - before
 
-    def _run_call(self, run: Run, now: _Step) -> None:
+    def _run_call(self, run: Run, steps: Mapping[int, _Step], now: _Step) -> None:
         """Execute a call of a model.
 
         Raises UserCodeError if its ranks have different metrics, or if no answer of the step has a score.
         """
+        call = now.store.graph.call(run.call)
+        if call.span > 1:
+            self._run_parts(run, call, {batch: steps[batch] for batch in list_batches(call, steps)})
+            return
         try:
             self._run(run, now)
         except DifferentMetricsError as error:
@@ -418,6 +424,66 @@ class Worker:
         if now.watch is not None and len(batch) and self._process.rank in run.placement.output_ranks:
             now.watch.end_call(call, store)
 
+    def _run_parts(self, run: Run, call: Call, steps: Mapping[int, _Step]) -> None:
+        """Execute a generate call that spreads each batch over several steps. `steps`: its batches in this step.
+
+        Answers that are not complete yet continue, each by the same number of tokens. All ranks of the call keep
+        them in the stores of their batches.
+        """
+        assert run.role is not None, "generate calls have a model"
+        first, dp = next(iter(steps.values())), run.placement.item_index(self._process.rank)
+        model = self._roles.model(run.role, run.placement)
+        if first.watch is not None:
+            first.watch.begin_call(call, model)
+        model.counts.reset()
+        method = cast(GenerateMethod, self._algorithm.method(call.name))
+        sampling = method.sampling_of(evaluation=False)
+        number = [other for other in first.store.graph.calls if other.kind is Kind.GENERATE].index(call)
+        places: list[tuple[_Step, int]] = []
+        keys: list[int] = []
+        begun: list[tuple[Sequence[int], Sequence[float]]] = []
+        for now in steps.values():
+            for item in now.store.items(call, dp):
+                tokens, logprobs, complete = _read_begun(now.store, call, item)
+                if not complete and len(tokens) < sampling.max_new_tokens:
+                    noise = SamplingNoise(replace(now.input.sampling_seed, call=number))
+                    places.append((now, item))
+                    keys += noise.make_keys(torch.tensor([item])).tolist()
+                    begun.append((tokens, logprobs))
+        if places:
+            numbers = {id(now): index for index, now in enumerate(steps.values())}
+            # The samples of a prompt stay neighbours, as in `group_samples`.
+            ids = tuple(numbers[id(now)] * now.store.size + item for now, item in places)
+            given = Ragged.of([now.store.rows(method.prompts, [item]).values for now, item in places])
+            try:
+                batch = generate(
+                    model,
+                    Batch(ids, {method.prompts: given}),
+                    method.prompts,
+                    sampling=sampling,
+                    stop_token_ids=self._find_stop_token_ids(sampling),
+                    stop=StopStrings.of(self._tokenizer, sampling),
+                    seed=replace(first.input.sampling_seed, call=number),
+                    kv_capacity=run.placement.strategy.micro_batch_tokens,
+                    samples=first.store.samples,
+                    after_step=first.after_pass,
+                    kept=self._roles.kept_decoding(call.name),
+                    part=Part(keys, begun, -(-sampling.max_new_tokens // call.span)),
+                )
+            except NotFiniteLogitsError as error:
+                raise NotFiniteError(f"{call.name}: {error}") from None
+            for key in call.outputs:
+                for (now, item), row in zip(places, batch[key.removeprefix(call.prefix)].rows(), strict=True):
+                    now.store.put_row(key, item, row)
+            if model.shard.last:
+                # Each answer is prefilled again with what earlier parts have sampled.
+                known = tuple(n + len(tokens) for n, (tokens, _) in zip(given.lengths, begun, strict=True))
+                groups, lengths = [[i] for i in range(len(places))], batch["sequences"].lengths
+                first.worked(lambda: count_generation(model.counts, groups, known, lengths))
+        ended = steps.get(call.ahead)
+        if ended is not None and ended.watch is not None and self._process.rank in run.placement.output_ranks:
+            ended.watch.end_call(call, ended.store)
+
     def _begin_trajectories(
         self, run: Run, batch: Batch, sampling: GenerationConfig, now: _Step
     ) -> Trajectories:
@@ -466,6 +532,19 @@ class Worker:
             lr=now.input.rates[call.model_role],
             replays=call.replays,
         )
+
+
+def _read_begun(store: Store, call: Call, item: int) -> tuple[list[int], list[float], bool]:
+    """Read what earlier steps have sampled of an item: tokens and log-probabilities, and whether its answer has
+    ended."""
+    found = [
+        store.row(f"{call.prefix}{key}", item)
+        for key in ("sequences", "logprobs", "prompt_length", "finished")
+    ]
+    if any(row is None for row in found):
+        return [], [], False
+    sequence, logprobs, length, finished = (row.tolist() for row in found if row is not None)
+    return sequence[length[0] :], logprobs[length[0] :], bool(finished[0])
 
 
 def _call_of(instruction: Instruction) -> str | None:
