@@ -3,7 +3,7 @@
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from realrl.planner.report.report import Objective, PlanReport, Wanted
     from realrl.planner.search.plan_search import UserConstraints
     from realrl.planner.simulate.scenario import Scenario
+    from realrl.recipe.training import AsynchronyConfig
     from realrl.runtime.prepare.fit.changes import Draft
     from realrl.runtime.try_plans import PlanTrials, TrialSettings
 
@@ -58,8 +59,8 @@ StalenessOption = Annotated[
         metavar="N",
         min=1,
         max=8,
-        help="Compare sampling that runs 0 to N steps ahead of training (asynchrony.staleness), and plan for the"
-        " fastest; see docs/asynchrony.md.",
+        help="Compare synchronous training with asynchrony.staleness of 1 to N, for whole and for partial answers,"
+        " and plan for the fastest; see docs/asynchrony.md.",
     ),
 ]
 ObjectiveText = Annotated[
@@ -168,7 +169,7 @@ def plan(
     draft, scenario, source = plan_input.read_scenario(experiment, cluster, profile, lengths)
     failures = parse_failures(failures_per_day, restart_seconds, scenario.spec.size, experiment)
     scenario = replace(scenario, failures=failures)
-    ahead: dict[int, Scenario] = {}
+    ahead: list[tuple[AsynchronyConfig, Scenario]] = []
     if staleness is not None:
         if counts or goal != "time" or wanted is not None or tried is not None:
             raise UserError(
@@ -176,10 +177,12 @@ def plan(
                 " --budget and --try"
             )
         arguments = [*plan_input.list_device_overrides(cluster), *(overrides or [])]
-        for steps in range(staleness + 1):
-            asked = load_experiment(str(recipe), [*arguments, f"asynchrony.staleness={steps}"])
-            _, of_steps, _ = plan_input.read_scenario(asked, cluster, profile, lengths)
-            ahead[steps] = replace(of_steps, failures=failures)
+        partial = experiment.environment_config is None and not plan_input.replays_routers(experiment)
+        for settings in plan_input.list_asynchrony(staleness, partial=partial):
+            given = [f"asynchrony.{name}={str(value).lower()}" for name, value in settings]
+            asked = load_experiment(str(recipe), [*arguments, *given])
+            _, of_settings, _ = plan_input.read_scenario(asked, cluster, profile, lengths)
+            ahead.append((asked.asynchrony, replace(of_settings, failures=failures)))
     constraints = read_constraints(experiment, scenario.spec, files.get("out"))
     trial = None
     if tried is None and try_minutes is not None:
@@ -257,7 +260,7 @@ def _report(
     nodes: Sequence[int],
     objective: "Objective",
     wanted: "Wanted | None",
-    ahead: "Mapping[int, Scenario]",
+    ahead: "Sequence[tuple[AsynchronyConfig, Scenario]]",
     effort: float | None,
     seed: int,
 ) -> "PlanReport":

@@ -212,7 +212,7 @@ def name_reason(objective: Objective, sizes: Sequence["SizeReport"]) -> str:
 
 
 def make_staleness_table(report: "PlanReport") -> Table:
-    """Make a row per number of steps by which sampling may run ahead of training. Gains are relative to 0 steps."""
+    """Make a row per settings of asynchrony. Speed-ups are relative to a synchronous step."""
     rows, base = [], report.staleness[0].estimate.step_seconds
     graph = report.scenario.graph
     for row in report.staleness:
@@ -223,12 +223,15 @@ def make_staleness_table(report: "PlanReport") -> Table:
         ]
         seconds = row.estimate.step_seconds
         figures = (format_seconds(seconds), f"{base / seconds:.2f} ×", *places, format_gap(row.gap))
-        rows.append((str(row.staleness), *figures))
+        of = row.settings
+        how = "-" if not of.staleness else "partial" if of.partial else "whole"
+        overlaps = "yes" if of.staleness and of.overlap else "no"
+        rows.append((str(of.staleness), how, overlaps, *figures))
     return Table(
-        head=("staleness", "step", "speed-up", "generation on", "training on", "gap"),
+        head=("staleness", "answers", "overlap", "step", "speed-up", "generation on", "training on", "gap"),
         rows=rows,
-        words=1,
-        looks=["chosen" if row.estimate.plan == report.chosen.plan else "" for row in report.staleness],
+        words=3,
+        looks=["chosen" if row.estimate is report.chosen else "" for row in report.staleness],
         notes=[],
     )
 

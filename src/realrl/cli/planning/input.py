@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from realrl.planner.simulate.scenario import Scenario
     from realrl.planner.workload.environment import EnvironmentTimes
     from realrl.recipe.experiment import Experiment
+    from realrl.recipe.training import AsynchronyConfig
     from realrl.runtime.prepare.fit.changes import Draft
     from realrl.runtime.prepare.scenarios import Measured
 
@@ -159,6 +160,30 @@ def parse_nodes(text: str | None) -> tuple[int, ...]:
     if len(set(numbers)) < len(numbers):
         raise UserError(f"--nodes: {brief(text)} names a number twice")
     return numbers
+
+
+def list_asynchrony(staleness: int, *, partial: bool) -> "list[AsynchronyConfig]":
+    """List the settings of asynchrony that `--staleness` compares: the synchronous ones first. `partial`: whether
+    answers may be spread over several steps."""
+    from realrl.recipe.training import AsynchronyConfig
+
+    found = [AsynchronyConfig()]
+    for steps in range(1, staleness + 1):
+        found.append(AsynchronyConfig(staleness=steps))
+        if partial:
+            if steps > 1:
+                found.append(AsynchronyConfig(staleness=steps, partial=True))
+            found.append(AsynchronyConfig(staleness=steps, partial=True, overlap=False))
+    return found
+
+
+def replays_routers(experiment: "Experiment") -> bool:
+    """Whether a mixture of experts replays the experts of its samples, which partial answers do not allow."""
+    from realrl.runtime.prepare.job import open_models
+
+    synchronous = experiment.model_copy(update={"asynchrony": type(experiment.asynchrony)()})
+    graph = open_models(synchronous, download=True).graph
+    return any(call.records_experts for call in graph.calls)
 
 
 def list_device_overrides(cluster: str | None) -> list[str]:

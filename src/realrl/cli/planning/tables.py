@@ -26,7 +26,6 @@ from realrl.cli.page.text import (
 )
 from realrl.config.errors import join
 from realrl.config.values import format_bytes
-from realrl.dataflow.graph import count_steps
 from realrl.plan.axes import degrees_title
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.report.report import CHOSEN, FASTEST, Alternative, PlanReport, describe_gap
@@ -73,9 +72,7 @@ def _parts(report: PlanReport, source: str) -> Iterator[RenderableType]:
         yield _section("Numbers of nodes", _draw(replace(marked, notes=[*marked.notes, reason])))
     if report.staleness:
         table = shared.make_staleness_table(report)
-        yield _section(
-            "Sampling ahead of training", _draw(_mark_chosen(table)), Text(_judge_staleness(report))
-        )
+        yield _section("Asynchrony", _draw(_mark_chosen(table)), Text(_judge_staleness(report)))
     if report.goodput:
         yield _section("Failures", *map(Text, describe_failures(report)))
     yield _section("Calls", _calls(chosen, report.scenario))
@@ -98,16 +95,15 @@ def _mark_chosen(table: shared.Table) -> shared.Table:
 
 
 def _judge_staleness(report: PlanReport) -> str:
-    """Say what sampling ahead of training gains, and which setting it needs."""
+    """Say what asynchrony gains, and which settings it needs."""
     base = report.staleness[0].estimate.step_seconds
-    chosen = next(row for row in report.staleness if row.estimate.plan == report.chosen.plan)
-    if not chosen.staleness:
-        return "Sampling ahead of training gains less than 1 %. The plan below is synchronous."
+    chosen = next(row for row in report.staleness if row.estimate is report.chosen)
+    if not chosen.settings.staleness:
+        return "Asynchrony gains less than 1 %. The plan below is synchronous."
+    given = chosen.settings.model_dump(exclude_defaults=True)
+    settings = " ".join(f"asynchrony.{name}={str(value).lower()}" for name, value in given.items())
     gain = base / chosen.estimate.step_seconds
-    return (
-        f"→ the plan below samples {count_steps(chosen.staleness)} ahead and is {gain:.2f} × as fast as a"
-        f" synchronous one; it needs asynchrony.staleness={chosen.staleness}"
-    )
+    return f"→ the plan below is {gain:.2f} × as fast as a synchronous one; it needs {settings}"
 
 
 def _section(title: str, *parts: RenderableType) -> RenderableType:

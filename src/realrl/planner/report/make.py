@@ -32,6 +32,7 @@ from realrl.planner.space.build import build_problem
 from realrl.planner.space.candidate import Candidate
 from realrl.planner.space.problem import Assignment, Problem
 from realrl.planner.uncertainty.ranking import StepSampler, count_parts
+from realrl.recipe.training import AsynchronyConfig
 
 _RUNNERS_UP = 2
 _NEAR = 1.25
@@ -239,24 +240,32 @@ _WORTH = 0.01
 
 
 def compare_staleness(
-    scenarios: Mapping[int, Scenario], *, effort: float, seed: int, constraints: UserConstraints
+    scenarios: Sequence[tuple[AsynchronyConfig, Scenario]],
+    *,
+    effort: float,
+    seed: int,
+    constraints: UserConstraints,
 ) -> tuple[StalenessReport, ...]:
-    """Find the best plan for each number of steps by which sampling may run ahead.
+    """Find the best plan under different settings of asynchrony. Raises DoesNotFit if no plan fits.
 
-    `scenarios`: one for each number. `effort` limits all searches together. Raises DoesNotFit if no plan fits.
+    `scenarios`: one for each of the settings. `effort` limits all searches together.
     """
     rows = []
-    for staleness, scenario in sorted(scenarios.items()):
+    for settings, scenario in scenarios:
         found = find_plan(scenario, effort=effort / len(scenarios), seed=seed, constraints=constraints)
         estimate = estimate_plan(scenario, found.plan)
-        rows.append(StalenessReport(staleness=staleness, estimate=estimate, gap=found.result.gap))
+        rows.append(StalenessReport(settings=settings, estimate=estimate, gap=found.result.gap))
     return tuple(rows)
 
 
 def choose_staleness(rows: Sequence[StalenessReport]) -> int:
-    """Choose the smallest staleness whose step is nearly as short as the shortest one."""
+    """Choose the first settings whose step is nearly as short as the shortest one, of the smallest staleness.
+
+    Returns the index of the row.
+    """
     shortest = min(row.estimate.step_seconds for row in rows)
-    return min(row.staleness for row in rows if row.estimate.step_seconds <= shortest * (1 + _WORTH))
+    near = [i for i, row in enumerate(rows) if row.estimate.step_seconds <= shortest * (1 + _WORTH)]
+    return min(near, key=lambda i: rows[i].settings.staleness)
 
 
 def _find_assignments(problem: Problem, candidates: Mapping[str, Candidate]) -> list[Assignment]:
@@ -293,7 +302,7 @@ def make_report(
     nodes: Sequence[int] = (),
     objective: Objective = "time",
     wanted: Wanted | None = None,
-    ahead: Mapping[int, Scenario] | None = None,
+    ahead: Sequence[tuple[AsynchronyConfig, Scenario]] = (),
 ) -> PlanReport:
     """Plan a step and compare the plan with presets, alternatives, and other numbers of nodes.
 
@@ -301,8 +310,8 @@ def make_report(
     Without `nodes`, `time` plans for the whole cluster, and `cost` plans for the number of nodes with the cheapest
     step. `effort` limits the search on the chosen nodes. The earlier search on each of `nodes` has the same limit.
     Under `cost` without `nodes`, the searches on all numbers of nodes share this limit. With `wanted`,
-    `choose_cluster` chooses the cluster. `ahead` has a scenario for each number of steps by which sampling may run
-    ahead; the fastest of them replaces `scenario`. Raises DoesNotFit if no plan fits, and UserError if a call
+    `choose_cluster` chooses the cluster. `ahead` has scenarios of different settings of asynchrony; the
+    fastest of them replaces `scenario`. Raises DoesNotFit if no plan fits, and UserError if a call
     cannot run on the cluster at all.
     """
     constraints = constraints or UserConstraints()
@@ -312,8 +321,8 @@ def make_report(
     stale: tuple[StalenessReport, ...] = ()
     if ahead:
         stale = compare_staleness(ahead, effort=effort, seed=seed, constraints=constraints)
-        chosen_steps = choose_staleness(stale)
-        scenario, start = ahead[chosen_steps], stale[chosen_steps].estimate.plan
+        best_row = choose_staleness(stale)
+        scenario, start = ahead[best_row][1], stale[best_row].estimate.plan
     if wanted is not None:
         spec, rows = choose_cluster(scenario, wanted, constraints, effort=effort, seed=seed)
         scenario = scenario.on(spec)
@@ -331,11 +340,10 @@ def make_report(
         scenario, effort=effort, seed=seed, constraints=constraints, start=start, longest=longest
     )
     report = _report(scenario, best, constraints)
-    # The final search may have found a better plan than the comparison.
-    stale = tuple(
-        replace(row, estimate=report.chosen, gap=report.gap) if row.staleness == scenario.graph.ahead else row
-        for row in stale
-    )
+    if stale:
+        # The final search may have found a better plan than the comparison.
+        found = replace(stale[best_row], estimate=report.chosen, gap=report.gap)
+        stale = (*stale[:best_row], found, *stale[best_row + 1 :])
     # The chosen plan replaces the first plan for the same number of nodes.
     own = make_size_report(scenario, report.chosen, report.gap) if rows else None
     rows = tuple(own if own is not None and row.cluster == own.cluster else row for row in rows)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from realrl.plan.placement import Dtype, Placement
 from realrl.plan.plan import Plan
 from realrl.planner.simulate.estimate import Estimate, Outlook
+from realrl.recipe.training import AsynchronyConfig
 
 if TYPE_CHECKING:  # rendering a report needs no cost model and must not import numpy
     from realrl.planner.reliability.goodput import Goodput
@@ -155,10 +156,9 @@ class SizeReport:
 
 @dataclass(frozen=True, kw_only=True)
 class StalenessReport:
-    """Best plan if sampling runs ahead of training by some steps."""
+    """Best plan under some settings of asynchrony."""
 
-    staleness: int
-    """Number of these steps."""
+    settings: AsynchronyConfig
     estimate: Estimate
     gap: float
     """Relative optimality gap of the plan."""
@@ -190,7 +190,7 @@ class PlanReport:
     objective: Objective = "time"
     """Objective of the choice of the number of nodes."""
     staleness: tuple["StalenessReport", ...] = ()
-    """Best plans if sampling runs ahead by different numbers of steps, including the number of this plan."""
+    """Best plans under different settings of asynchrony, including those of this plan."""
     goodput: "Goodput | None" = None
     """Prediction of the run with its failures. None if there is no rate of failures."""
     expected_bound_seconds: float | None = None

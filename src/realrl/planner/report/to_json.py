@@ -45,7 +45,7 @@ def report_to_json(report: PlanReport) -> dict[str, Any]:
     if report.staleness:
         result["staleness"] = [
             {
-                "staleness": row.staleness,
+                "asynchrony": row.settings.model_dump(),
                 "step_seconds": row.estimate.step_seconds,
                 "gap": row.gap,
                 "plan": _plan(row.estimate, report.scenario.graph),
