@@ -304,8 +304,9 @@ class Continuation:
             dropped = self._parts.training.restore_batches(self.restored.state.step, batches, rows)
             if dropped:
                 self.notes.append(
-                    f"{dropped} batches that were sampled before the run stopped are sampled again, because other"
-                    " batches would be under way now (asynchrony.staleness or the number of steps has changed)"
+                    f"batches under way: {dropped} {'is' if dropped == 1 else 'are'} sampled again from the weights"
+                    " of this checkpoint, because asynchrony, generation.max_new_tokens or the number of steps has"
+                    " changed"
                 )
 
     def _compare_data(self, state: RunState) -> None:

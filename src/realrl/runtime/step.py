@@ -163,10 +163,20 @@ class TrainingSteps:
             {
                 "step": step,
                 "prompts": batch.prompts,
+                "sampling": self._describe_sampling(),
                 "metrics": {call: metrics.to_plain() for call, metrics in batch.metrics.items()},
             }
             for step, batch in sorted(self.under_way.items())
         ]
+
+    def _describe_sampling(self) -> dict[str, list[int]]:
+        """Describe by JSON values how generate calls spread answers over steps: the number of steps, and the
+        maximum number of tokens of all steps."""
+        experiment = self._job.experiment
+        most = (
+            0 if experiment.spec.generation is None else experiment.spec.generation(experiment).max_new_tokens
+        )
+        return {call.name: [call.span, most] for call in self._job.train.graph.calls if call.span > 1}
 
     def restore_batches(
         self,
@@ -187,6 +197,7 @@ class TrainingSteps:
             for step in steps
         }
         fits = all(rows.get(step, {}).keys() == keys for step, keys in produced.items())
+        fits = fits and all(batch["sampling"] == self._describe_sampling() for batch in batches)
         if not fits or steps != list(range(done, min(done + graph.ahead, self.count))):
             self.taken -= sum(len(batch["prompts"]) for batch in batches)
             return len(batches)

@@ -36,6 +36,20 @@ OVERRIDES: list[tuple[str, str]] = [
         "models.actor.lora={rank: 10000}",
         "models.actor.lora.rank=10000 is above 32, the highest rank that any",
     ),
+    # Asynchrony.
+    ("asynchrony.staleness=-1", "asynchrony.staleness: -1 must be at least 0"),
+    ("asynchrony.staleness=9", "asynchrony.staleness: 9 must be at most 8"),
+    (
+        "asynchrony={staleness: 1, partial: true}",
+        "partial=true with staleness=1 has one step for each answer; set staleness to 2 or more, or overlap=false",
+    ),
+    ("asynchrony={partial: true, overlap: false}", "set staleness to 1 or more"),
+    ("asynchrony={staleness: 2, overlap: false}", "overlap=false without partial=true is synchronous"),
+    ("asynchrony={staleness: 2} debug.record.every=2", "steps of asynchronous runs cannot be replayed"),
+    (
+        "asynchrony.staleness=2 ppo.recompute_logprobs=true",
+        "ppo.recompute_logprobs=true forgets which weights drew the samples",
+    ),
     # Routers.
     ("models.actor.router_loss=-1", "models.actor.router_loss: -1 must be at least 0"),
     ("models.actor={path: a, lora: {}, router_loss: 1}", "router_loss=1 and lora exclude each other"),

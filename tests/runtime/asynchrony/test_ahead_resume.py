@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,13 +16,22 @@ from tests.runtime.checkpoints.test_resume import lines, read_models
 SAVING = {"checkpoint__every": 1, "checkpoint__keep": 10}
 
 
-@pytest.mark.parametrize("staleness", [1, 2, 3])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"staleness": 1},
+        {"staleness": 2},
+        {"staleness": 3, "partial": True},
+        {"staleness": 2, "partial": True, "overlap": False},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
-    world: World, tmp_path: Path, staleness: int, apart: bool
+    world: World, tmp_path: Path, settings: dict[str, Any], apart: bool
 ) -> None:
     ema = {"ppo__ref_ema": 0.5, "ppo__ref_every": 2}
-    recipe = write_recipe(world, tmp_path / "whole", "ppo", staleness, **SAVING, **ema)
+    recipe = write_recipe(world, tmp_path / "whole", "ppo", 0, **SAVING, **ema, asynchrony=settings)
     recipe = part(recipe) if apart else recipe
     assert run_app(["train", str(recipe)]) == 0
     whole = tmp_path / "whole" / "run"
@@ -34,8 +44,10 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
         assert lines(resumed) == lines(whole)
 
 
-def test_a_run_resumes_on_other_ranks(world: World, tmp_path: Path) -> None:
-    apart = part(write_recipe(world, tmp_path / "apart", "grpo", 2, **SAVING), size=3)
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_run_resumes_on_other_ranks(world: World, tmp_path: Path, partial: bool) -> None:
+    settings = {"staleness": 2, "partial": partial}
+    apart = part(write_recipe(world, tmp_path / "apart", "grpo", 0, **SAVING, asynchrony=settings), size=3)
     assert run_app(["train", str(apart)]) == 0
     resumed = interrupt(tmp_path / "apart" / "run", 2, tmp_path / "moved")
     changes = [f"run_dir={resumed}", "cluster=1x1", "plan=symmetric"]
@@ -55,10 +67,26 @@ def test_batches_of_another_staleness_are_sampled_again(
         changes = [f"run_dir={resumed}", f"asynchrony.staleness={staleness}", "resume=changed"]
         capsys.readouterr()
         assert run_app(["train", str(recipe), *changes]) == 0
-        assert (
-            "2 batches that were sampled before the run stopped are sampled again" in capsys.readouterr().err
-        )
+        assert "batches under way: 2 are sampled again" in capsys.readouterr().err
         assert [row["step"] for row in read_metrics(resumed)] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [["asynchrony.partial=false", "asynchrony.overlap=true"], ["generation.max_new_tokens=20"]],
+    ids=["whole", "longer"],
+)
+def test_parts_of_answers_are_not_continued_as_other_parts(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: list[str]
+) -> None:
+    settings = {"staleness": 1, "partial": True, "overlap": False}
+    # Without a function, both settings have the same keys under way.
+    recipe = world.recipe("grpo", tmp_path, **SAVING, asynchrony=settings)
+    assert run_app(["train", str(recipe)]) == 0
+    resumed = interrupt(tmp_path / "run", 2, tmp_path / "moved")
+    capsys.readouterr()
+    assert run_app(["train", str(recipe), f"run_dir={resumed}", *change, "resume=changed"]) == 0
+    assert "batches under way: 1 is sampled again" in capsys.readouterr().err
 
 
 def test_a_finished_run_goes_on_with_more_steps(world: World, tmp_path: Path) -> None:

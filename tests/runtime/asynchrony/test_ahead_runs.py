@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
+from realrl.config.errors import UserError
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
 from realrl.testing.ranks import run_on_ranks
@@ -100,3 +101,28 @@ def test_partial_answers_are_the_same_on_one_process_and_apart(
     run_on_ranks(2, [apart])
     for mine, theirs in zip(learnt(alone), learnt(apart), strict=True):
         assert mine and mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "changes", "message"),
+    [
+        ("sft", {}, "asynchrony.staleness=2: steps of sft do not sample; leave it out"),
+        (
+            "dapo",
+            {},
+            "sampling cannot run ahead if a step samples in up to 4 rounds; set policy.sampling_rounds=1",
+        ),
+        (
+            "grpo",
+            {"environment": "game.py:Game", "asynchrony__partial": True},
+            "trajectories in an environment are not interrupted; set partial=false",
+        ),
+    ],
+)
+def test_what_cannot_run_ahead_is_refused(
+    world: World, tmp_path: Path, algorithm: str, changes: dict[str, Any], message: str
+) -> None:
+    file = world.recipe(algorithm, tmp_path, asynchrony__staleness=2, **changes)
+    with pytest.raises(UserError) as error:
+        load_experiment(str(file))
+    assert message in str(error.value)
