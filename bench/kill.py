@@ -1,7 +1,8 @@
 """Kill processes of runs at points chosen by a seed, and compare the final models with undisturbed runs.
 
-    python bench/kill.py [--points 80] [--seed 1] [--out DIR]
+    python bench/kill.py [--points 80] [--seed 1] [--out DIR] [--asynchronous]
 
+With --asynchronous, generation has ranks of its own, and samples whole or partial answers ahead of training.
 Each run is killed several times, once after every restart. SIGKILL hits one rank at an instruction, or in a phase
 of writing a checkpoint. The run must end by itself, with exactly the final models of an undisturbed run. It must
 leave no process, temporary file, shared memory or incomplete checkpoint behind.
@@ -40,6 +41,14 @@ CASES = (
     ("grpo", 4, "symmetric"),
 )
 """Algorithm, number of processes and plan of each case."""
+ASYNCHRONOUS_CASES = (
+    ("ppo", 4, "openrlhf", 1),
+    ("grpo", 4, "openrlhf", 2),
+    ("ppo", 4, "openrlhf", 2, True),
+    ("grpo", 2, "symmetric", 2, True),
+    ("grpo", 4, "openrlhf", 3, True),
+)
+"""The same with the staleness, and whether answers are partial."""
 PHASES = ("begin", "copied", "written", "commit", "committed", "prune", "pruned", "final", "saved")
 """Points that a rank passes while it saves a checkpoint or the final models. Only rank 0 passes the points from
 `commit` to `pruned`."""
@@ -107,9 +116,12 @@ class Case:
     algorithm: str
     size: int
     plan: str
+    staleness: int = 0
+    partial: bool = False
 
     def __str__(self) -> str:
-        return f"{self.algorithm}-{self.size}-{self.plan}"
+        ahead = f"-{'partial' if self.partial else 'ahead'}-{self.staleness}" if self.staleness else ""
+        return f"{self.algorithm}-{self.size}-{self.plan}{ahead}"
 
 
 class World:
@@ -144,6 +156,7 @@ class World:
             "cluster": f"1x{case.size}",
             "device": "cpu",
             "plan": case.plan,
+            "asynchrony": {"staleness": case.staleness, "partial": case.partial},
             "micro_batch_tokens": 256,
             "models": models,
             "data": {"train": str(self.root / "prompts.jsonl"), "batch": 8},
@@ -258,17 +271,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--points", type=int, default=80)
     parser.add_argument("--out", type=Path, help="directory to keep all runs in")
+    parser.add_argument("--asynchronous", action="store_true", help="kill asynchronous runs")
     given = parser.parse_args()
     chance = random.Random(given.seed)
     with tempfile.TemporaryDirectory(prefix="kill-") as scratch:
         root = Path(scratch) if given.out is None else given.out
         root.mkdir(parents=True, exist_ok=True)
         world = World(root)
+        cases = ASYNCHRONOUS_CASES if given.asynchronous else CASES
         expected: dict[Case, Ended] = {}
         killed: Counter[str] = Counter()
         wrong = number = 0
         while sum(killed.values()) < given.points:
-            case = Case(*CASES[number % len(CASES)])
+            case = Case(*cases[number % len(cases)])
             number += 1
             if case not in expected:
                 expected[case] = run(world, case, f"{case}-undisturbed", [])

@@ -103,6 +103,41 @@ def test_partial_answers_are_the_same_on_one_process_and_apart(
         assert mine and mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
+GAME = """
+class Game:
+    def reset(self, **record):
+        self.turns = 0
+
+    def step(self, text):
+        self.turns += 1
+        return "go on", float(len(text) % 3), self.turns == 2
+"""
+TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+
+
+def write_game(directory: Path) -> str:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "game.py").write_text(GAME)
+    return f"{directory / 'game.py'}:Game"
+
+
+def test_an_environment_plays_ahead(world: World, tmp_path: Path) -> None:
+    def recipe(name: str, staleness: int) -> Path:
+        environment = {"factory": write_game(tmp_path / name), "max_turn_tokens": 5}
+        changes = {"environment": environment, "data__chat_template": TEMPLATE, "models__reward": None}
+        asynchrony = {"staleness": staleness}
+        changes |= {"generation__max_new_tokens": 40, "reward": None, "asynchrony": asynchrony}
+        return world.recipe("grpo", tmp_path / name, **changes)
+
+    synchronous, alone, apart = recipe("synchronous", 0), recipe("alone", 1), part(recipe("apart", 1))
+    run_on_ranks(1, [synchronous, alone])
+    run_on_ranks(2, [apart])
+    assert learnt(alone)[0]["actor.train/score"] == learnt(synchronous)[0]["actor.train/score"]
+    assert learnt(alone) != learnt(synchronous)
+    for mine, theirs in zip(learnt(alone), learnt(apart), strict=True):
+        assert mine and mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
 @pytest.mark.parametrize(
     ("algorithm", "changes", "message"),
     [
@@ -114,7 +149,7 @@ def test_partial_answers_are_the_same_on_one_process_and_apart(
         ),
         (
             "grpo",
-            {"environment": "game.py:Game", "asynchrony__partial": True},
+            {"environment": "GAME", "asynchrony__partial": True},
             "trajectories in an environment are not interrupted; set partial=false",
         ),
     ],
@@ -122,6 +157,8 @@ def test_partial_answers_are_the_same_on_one_process_and_apart(
 def test_what_cannot_run_ahead_is_refused(
     world: World, tmp_path: Path, algorithm: str, changes: dict[str, Any], message: str
 ) -> None:
+    if "environment" in changes:
+        changes = {**changes, "environment": write_game(tmp_path)}
     file = world.recipe(algorithm, tmp_path, asynchrony__staleness=2, **changes)
     with pytest.raises(UserError) as error:
         load_experiment(str(file))
