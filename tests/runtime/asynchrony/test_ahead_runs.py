@@ -79,14 +79,14 @@ PARTIAL = [
 def test_partial_answers_are_those_of_one_piece_if_weights_do_not_change(
     world: World, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    frozen = {"models__actor__optimizer": {"lr": 1e-30}, "training__steps": 4}
+    # Exact products, so that a prefill of earlier tokens has the numbers of the decode steps.
+    frozen = {"models__actor__optimizer": {"lr": 1e-30}, "training__steps": 4, "exact": True}
     whole = write_recipe(world, tmp_path / "whole", "grpo", 0, **frozen)
     parted = write_recipe(
         world, tmp_path / "parted", "grpo", 0, **frozen, asynchrony={**settings, "partial": True}
     )
     run_on_ranks(1, [whole, parted])
-    for mine, theirs in zip(learnt(parted), learnt(whole), strict=True):
-        assert mine and mine == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+    assert learnt(parted) == learnt(whole)
 
 
 @pytest.mark.parametrize("settings", PARTIAL, ids=str)
