@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +11,8 @@ from realrl.algorithms.policy_gradient import PolicyGradientConfig
 from tests.runtime.ppo_in_transformers import (
     Sample,
     Update,
+    compute_logprobs,
+    compute_outputs,
     correct_sampler,
     measure_updates,
     measure_weights,
@@ -42,35 +43,24 @@ class GRPO:
         """
         config = self.config
         with torch.no_grad():
-            sampled = [self._logprobs(self.versions[sampled_with], sample) for sample in samples]
-            ref = [self._logprobs(self.ref, sample) for sample in samples]
-            old = sampled
-            if config.recompute_logprobs:
-                old = [self._logprobs(self.actor, sample) for sample in samples]
-            scores = torch.stack([self._score(sample) for sample in samples])
+            sampled = compute_logprobs(self.versions[sampled_with], samples)
+            old = compute_logprobs(self.actor, samples) if config.recompute_logprobs else sampled
+            ref = compute_logprobs(self.ref, samples)
+            scores = torch.stack([row[-1] for row in compute_outputs(self.reward, samples)])
         weights = correct_sampler(config, old, sampled)
         advantages = self._find_advantages(scores, sampled, ref)
         size, updates = len(samples) // config.minibatches, []
         for begin in range(0, len(samples), size):
             losses = []
-            for i in range(begin, begin + size):
-                new = self._logprobs(self.actor, samples[i])
+            for i, new in enumerate(compute_logprobs(self.actor, samples[begin : begin + size]), begin):
                 ratio = (new - old[i]).exp()
                 bounded = ratio.clamp(1 - config.clip, 1 + config.clip)
                 surrogate = torch.minimum(ratio * advantages[i], bounded * advantages[i])
                 losses.append(self._add_divergence(-weights[i] * surrogate, new, ref[i]))
             updates.append(self._update(losses))
         self.versions.append(copy.deepcopy(self.actor))
-        found = measure_updates(updates) | measure_weights(weights)
+        found = measure_updates(updates) | measure_weights(config, weights)
         return {f"actor.train/{name}": value for name, value in found.items()}
-
-    def _logprobs(self, model: Any, sample: Sample) -> Tensor:
-        """Of the answer's tokens."""
-        found = model(torch.tensor([sample.tokens])).logits[0, :-1].log_softmax(-1)
-        return found.gather(-1, torch.tensor(sample.tokens[1:])[:, None])[sample.prompt - 1 :, 0]
-
-    def _score(self, sample: Sample) -> Tensor:
-        return self.reward.score(self.reward.model(torch.tensor([sample.tokens])).last_hidden_state)[0, -1, 0]
 
     def _find_advantages(
         self, scores: Tensor, sampled: Sequence[Tensor], ref: Sequence[Tensor]

@@ -5,7 +5,7 @@ returns' deviation, and is rescaled, its moments with it, whenever the deviation
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,29 @@ def read_samples(tokens: Tokens, step: int, count: int) -> list[Sample]:
     return [Sample(tokens[name][0], int(tokens[f"{name} prompt"][0][0])) for name in names]
 
 
+def pad(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+    """Token numbers and attention mask."""
+    longest = max(len(s.tokens) for s in samples)
+    ids = torch.tensor([s.tokens + [0] * (longest - len(s.tokens)) for s in samples])
+    mask = torch.tensor([[1] * len(s.tokens) + [0] * (longest - len(s.tokens)) for s in samples])
+    return ids, mask
+
+
+def compute_logprobs(model: Any, samples: Sequence[Sample], temperature: float = 1.0) -> list[Tensor]:
+    """Of each answer's tokens."""
+    ids, mask = pad(samples)
+    logits = model(ids, attention_mask=mask).logits / temperature
+    found = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    return [row[s.prompt - 1 : len(s.tokens) - 1] for row, s in zip(found, samples, strict=True)]
+
+
+def compute_outputs(model: Any, samples: Sequence[Sample]) -> list[Tensor]:
+    """A scalar model's, from before an answer's first token to behind its last one."""
+    ids, mask = pad(samples)
+    found = model.score(model.model(ids, attention_mask=mask).last_hidden_state)[..., 0]
+    return [row[s.prompt - 1 : len(s.tokens)] for row, s in zip(found, samples, strict=True)]
+
+
 def correct_sampler(
     config: ClippedPolicyConfig, old: Sequence[Tensor], sampled: Sequence[Tensor]
 ) -> list[Tensor]:
@@ -69,8 +92,10 @@ def correct_sampler(
     return [torch.where((ratio > cap) | (ratio < 1 / cap), 0.0, ratio) for ratio in ratios]
 
 
-def measure_weights(weights: Sequence[Tensor]) -> dict[str, float]:
-    """Mean and effective sample size of the weights of a step."""
+def measure_weights(config: ClippedPolicyConfig, weights: Sequence[Tensor]) -> dict[str, float]:
+    """Mean and effective sample size of the weights of a step, if the samples are corrected."""
+    if config.sampler_correction == "none":
+        return {}
     flat = torch.cat(list(weights)).double()
     size = flat.sum() ** 2 / (len(flat) * flat.square().sum())
     return {"sampler_weight": float(flat.mean()), "effective_sample_size": float(size)}
@@ -136,8 +161,9 @@ class Reference:
             sampled = self._logprobs(self.versions[sampled_with], samples)
             old = self._logprobs(self.actor, samples) if ppo.recompute_logprobs else sampled
             ref = self._logprobs(self.ref, samples)
-            states = [(u * self.unit - ppo.reward_bias) * ppo.reward_scale for u in self._outputs(samples)]
-            scores = list(self._scores(samples))
+            outputs = compute_outputs(self.critic, samples)
+            states = [(u * self.unit - ppo.reward_bias) * ppo.reward_scale for u in outputs]
+            scores = [float(row[-1]) for row in compute_outputs(self.reward, samples)]
         weights = correct_sampler(ppo, old, sampled)
         kls = [a - b for a, b in zip(sampled, ref, strict=True)]
         estimates = [
@@ -161,31 +187,10 @@ class Reference:
         self.versions.append(copy.deepcopy(self.actor))
         found = {f"actor.train/{name}": value for name, value in measure_updates(actor).items()}
         found |= {f"critic.train/{name}": value for name, value in measure_updates(critic).items()}
-        return found | {f"actor.train/{name}": value for name, value in measure_weights(weights).items()}
-
-    def _padded(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-        longest = max(len(s.tokens) for s in samples)
-        ids = torch.tensor([s.tokens + [0] * (longest - len(s.tokens)) for s in samples])
-        mask = torch.tensor([[1] * len(s.tokens) + [0] * (longest - len(s.tokens)) for s in samples])
-        return ids, mask
+        return found | {f"actor.train/{name}": value for name, value in measure_weights(ppo, weights).items()}
 
     def _logprobs(self, model: Any, samples: Sequence[Sample]) -> list[Tensor]:
-        """Of each answer's tokens."""
-        ids, mask = self._padded(samples)
-        logits = model(ids, attention_mask=mask).logits / self.setting.temperature
-        found = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-        return [row[s.prompt - 1 : len(s.tokens) - 1] for row, s in zip(found, samples, strict=True)]
-
-    def _outputs(self, samples: Sequence[Sample]) -> list[Tensor]:
-        """The critic's, from before an answer's first token to behind its last one."""
-        ids, mask = self._padded(samples)
-        found = self.critic.score(self.critic.model(ids, attention_mask=mask).last_hidden_state)[..., 0]
-        return [row[s.prompt - 1 : len(s.tokens)] for row, s in zip(found, samples, strict=True)]
-
-    def _scores(self, samples: Sequence[Sample]) -> Iterator[float]:
-        for sample in samples:
-            ids = torch.tensor([sample.tokens])
-            yield float(self.reward.score(self.reward.model(ids).last_hidden_state)[0, -1])
+        return compute_logprobs(model, samples, self.setting.temperature)
 
     def _gae(self, sample: Sample, score: float, kl: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         """Advantages and returns, by the definition."""
@@ -208,6 +213,8 @@ class Reference:
 
     def _steer(self, kl: float, sequences: int) -> None:
         config = self.setting.ppo.kl
+        if not config.adaptive:
+            return
         error = min(max(kl / config.target - 1, -0.2), 0.2)
         self.coef *= 1 + error * sequences / config.horizon
 
@@ -253,7 +260,7 @@ class Reference:
     def _update_critic(
         self, samples: Sequence[Sample], old: Sequence[Tensor], targets: Sequence[Tensor]
     ) -> Update:
-        new = torch.cat([u[:-1] for u in self._outputs(samples)])
+        new = torch.cat([u[:-1] for u in compute_outputs(self.critic, samples)])
         before, target = torch.cat([u[:-1] for u in old]), torch.cat(list(targets))
         clip = self.setting.ppo.value_clip
         assert clip is not None
