@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM
 
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
 from realrl.testing.ranks import run_on_ranks, sampled
 from tests.conftest import EVERY_RUN, World, keep_full_precision, read_metrics, thin
+from tests.runtime.policy_gradient_in_transformers import GRPO
+from tests.runtime.ppo_in_transformers import read_samples
 
 PRESETS: Mapping[str, dict[str, Any]] = {
     "grpo": {"epochs": 2, "ref_ema": 0.3},
@@ -124,54 +124,6 @@ def test_every_preset_learns_the_same_under_every_plan(
                 )
 
 
-class Learner:
-    """One step of GRPO on transformers' models and torch's AdamW, written from the paper."""
-
-    def __init__(self, actor: str, reward: str, *, kl: float, clip: float) -> None:
-        self.actor, self.ref = (AutoModelForCausalLM.from_pretrained(actor).float() for _ in range(2))
-        self.reward = AutoModelForSequenceClassification.from_pretrained(reward).float()
-        self.actor.model.embed_tokens.padding_idx = None
-        self.kl, self.clip = kl, clip
-        self.optimizer = torch.optim.AdamW(
-            self.actor.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0
-        )
-
-    def logprobs(self, model: Any, tokens: list[int], prompt: int) -> Tensor:
-        found = model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
-        return found.gather(-1, torch.tensor(tokens[1:])[:, None])[prompt - 1 :, 0]
-
-    def step(self, samples: list[tuple[list[int], int]], group: int, minibatches: int) -> float:
-        """Train on samples; the mean loss of the mini-batches."""
-        with torch.no_grad():
-            old = [self.logprobs(self.actor, *sample) for sample in samples]
-            ref = [self.logprobs(self.ref, *sample) for sample in samples]
-            scores = torch.stack(
-                [
-                    self.reward.score(self.reward.model(torch.tensor([tokens])).last_hidden_state)[0, -1, 0]
-                    for tokens, _ in samples
-                ]
-            ).view(-1, group)
-        mean, deviation = scores.mean(1, keepdim=True), scores.std(1, keepdim=True)
-        advantages = ((scores - mean) / (deviation + 1e-4)).flatten()
-        size, found = len(samples) // minibatches, []
-        for begin in range(0, len(samples), size):
-            losses = []
-            for i in range(begin, begin + size):
-                new = self.logprobs(self.actor, *samples[i])
-                ratio = (new - old[i]).exp()
-                bounded = ratio.clamp(1 - self.clip, 1 + self.clip)
-                surrogate = torch.minimum(ratio * advantages[i], bounded * advantages[i])
-                divergence = (ref[i] - new).exp() - (ref[i] - new) - 1
-                losses.append((self.kl * divergence - surrogate).mean())
-            self.optimizer.zero_grad()
-            loss = torch.stack(losses).mean()
-            loss.backward()
-            found.append(loss.item())
-            torch.nn.utils.clip_grad_norm_(self.actor.parameters(), 1.0)
-            self.optimizer.step()
-        return sum(found) / len(found)
-
-
 def test_three_optimizer_steps_of_grpo_end_with_the_weights_of_an_independent_implementation(
     world: World, tmp_path: Path
 ) -> None:
@@ -184,15 +136,14 @@ def test_three_optimizer_steps_of_grpo_end_with_the_weights_of_an_independent_im
         training__steps=1,
     )
     run_on_ranks(1, [file])
-    tokens = sampled(file)
-    samples = [(tokens[f"0/{i}"][0], int(tokens[f"0/{i} prompt"][0][0])) for i in range(24)]
-    learner = Learner(world.actor, world.reward, kl=0.1, clip=0.2)
+    samples = read_samples(sampled(file), step=0, count=24)
+    learner = GRPO(load_experiment(str(file)).policy, world.actor, world.reward)
     before = {name: p.detach().clone() for name, p in learner.actor.named_parameters()}
-    loss = learner.step(samples, group=4, minibatches=3)
+    expected = learner.step(samples)
     (metrics,) = read_metrics(file.parent / "run")
-    assert metrics["actor.train/loss"] == pytest.approx(loss, abs=1e-6)
+    assert metrics["actor.train/loss"] == pytest.approx(expected["actor.train/loss"], abs=1e-6)
     trained = AutoModelForCausalLM.from_pretrained(file.parent / "run" / "final")
-    expected = dict(learner.actor.named_parameters())
+    learnt = learner.weights()
     for name, weights in trained.named_parameters():
-        assert (weights - expected[name]).abs().max() <= 1e-4, name
+        assert (weights - learnt[f"actor {name}"]).abs().max() <= 1e-4, name
         assert (weights - before[name]).abs().max() > 1e-3, f"{name}: there was something to learn"

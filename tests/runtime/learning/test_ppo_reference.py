@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from realrl.recipe.load import load_experiment
-from realrl.testing.ranks import Tokens, run_on_ranks, sampled
+from realrl.testing.ranks import run_on_ranks, sampled
 from tests.conftest import EVERY_RUN, PPO_CALLS, World
-from tests.runtime.ppo_in_transformers import Reference, Sample, Setting
+from tests.runtime.ppo_in_transformers import Reference, Setting, read_samples
 
 STEPS, BATCH = 3, 12
 PLANS = {
@@ -103,13 +103,6 @@ def recipes(
     return found
 
 
-def steps(tokens: Tokens) -> list[list[Sample]]:
-    return [
-        [Sample(tokens[f"{s}/{i}"][0], int(tokens[f"{s}/{i} prompt"][0][0])) for i in range(BATCH)]
-        for s in range(STEPS)
-    ]
-
-
 @pytest.fixture(scope="module")
 def reference(
     world: World, actor: Path, recipes: Mapping[tuple[str, str], Path]
@@ -127,7 +120,9 @@ def reference(
             eos,
         )
         finished = []
-        for samples in steps(sampled(file)):
+        tokens = sampled(file)
+        for step in range(STEPS):
+            samples = read_samples(tokens, step, BATCH)
             finished += [sample.tokens[-1] == eos for sample in samples]
             learner.step(samples)
         assert 0.2 < sum(finished) / len(finished) < 0.9, "both kinds of answers occur"
