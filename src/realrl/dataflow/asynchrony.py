@@ -32,9 +32,6 @@ def run_ahead(graph: DataflowGraph, steps: int, span: int = 1) -> DataflowGraph:
         replace(call, ahead=ahead[call.name], span=span if call.kind is Kind.GENERATE else 1)
         for call in graph.calls
     ]
-    # On shared devices, calls of the batch that is trained on come first: training need not wait for sampling.
-    # Only training of the role that samples comes after sampling, because it changes the parameters.
-    calls.sort(key=lambda call: call.ahead)
     return DataflowGraph(calls, graph.keys.values(), graph.averages)
 
 

@@ -182,14 +182,23 @@ class DataflowGraph:
 
     @cached_property
     def order(self) -> tuple[Call, ...]:
-        """Calls in topological order. Calls that become ready at the same time keep the order of declaration."""
+        """Calls in topological order. Calls that become ready at the same time keep the order of declaration.
+
+        If calls run ahead, training comes last, because it changes parameters. Calls of the batch that is trained
+        on precede calls that run ahead, so that training on other devices need not wait for sampling.
+        """
+
+        def rank(call: Call) -> tuple[bool, int]:
+            return (call.kind is Kind.TRAIN, call.ahead) if self.ahead else (False, 0)
+
         done: list[Call] = []
         waiting = list(self.calls)
         while waiting:
-            ready = next((c for c in waiting if set(self.dependencies(c)) <= set(done)), None)
-            if ready is None:
+            candidates = [c for c in waiting if set(self.dependencies(c)) <= set(done)]
+            if not candidates:
                 names = ", ".join(c.name for c in waiting)
                 raise DescriptionError(f"the calls {names} depend on each other in a circle")
+            ready = min(candidates, key=rank)
             waiting.remove(ready)
             done.append(ready)
         return tuple(done)

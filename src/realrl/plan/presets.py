@@ -45,11 +45,10 @@ def disjoint(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, sh
         )
     meshes = dict(zip(roles, split_evenly(cluster, len(roles)), strict=True))
     placements: dict[str, Placement] = {}
-    for call in graph.order:
-        if call.role is not None:
-            placements[call.name] = _data_parallel(meshes[call.role], micro_batch_tokens)
-        else:
-            placements[call.name] = _beside_producer(graph, call, placements, cluster)
+    for call in _models(graph):
+        placements[call.name] = _data_parallel(meshes[call.model_role], micro_batch_tokens)
+    for call in graph.functions:
+        placements[call.name] = _beside_producer(graph, call, placements, cluster)
     return Plan(cluster, {call.name: placements[call.name] for call in graph.calls})
 
 
@@ -157,13 +156,14 @@ def openrlhf(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, sh
     of_roles = dict(zip(owners, of_owners, strict=True))
     of_roles |= {role: of_owners[-1 - i % len(owners)] for i, role in enumerate(frozen)}
     placements: dict[str, Placement] = {}
-    for call in graph.order:
-        if call.role is None:
-            placements[call.name] = _beside_producer(graph, call, placements, cluster)
-        elif call.kind is Kind.GENERATE:
-            placements[call.name] = _generate(engines, cluster, micro_batch_tokens, shapes.get(call.role))
+    for call in _models(graph):
+        role = call.model_role
+        if call.kind is Kind.GENERATE:
+            placements[call.name] = _generate(engines, cluster, micro_batch_tokens, shapes.get(role))
         else:
-            placements[call.name] = _share_out(of_roles[call.role], micro_batch_tokens)
+            placements[call.name] = _share_out(of_roles[role], micro_batch_tokens)
+    for call in graph.functions:
+        placements[call.name] = _beside_producer(graph, call, placements, cluster)
     kept = tuple(role for role in owners if any(call.role == role for call in generating))
     return Plan(cluster, {call.name: placements[call.name] for call in graph.calls}, keep=kept)
 
@@ -230,9 +230,16 @@ def _functions(graph: DataflowGraph, mesh: Mesh) -> dict[str, Placement]:
 def _beside_producer(
     graph: DataflowGraph, call: Call, placements: Mapping[str, Placement], cluster: Cluster
 ) -> Placement:
-    """Place a function on the mesh of the first call that it reads from; on all devices if there is none."""
+    """Place a function on the mesh of the first call that it reads from; on all devices if there is none.
+
+    `placements` has those of all models.
+    """
     made_by = next((p for key in call.inputs if (p := graph.producer(key)) is not None), None)
-    return function_placement(Mesh(0, cluster.size) if made_by is None else placements[made_by.name].mesh)
+    if made_by is None:
+        return function_placement(Mesh(0, cluster.size))
+    if made_by.is_function:
+        return _beside_producer(graph, made_by, placements, cluster)
+    return function_placement(placements[made_by.name].mesh)
 
 
 def _data_parallel(mesh: Mesh, micro_batch_tokens: int) -> Placement:
