@@ -116,6 +116,36 @@ def test_tables_fit_a_hundred_columns_and_need_no_colour(capsys: pytest.CaptureF
         assert words in out
 
 
+def test_asynchronous_plans_are_compared_and_the_fastest_is_printed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    lengths = tmp_path / "lengths.json"
+    lengths.write_text(json.dumps({"answers": [10 + i**4 // 19000 for i in range(46)]}))  # up to 225 tokens
+    options = ("data.batch=256", "--cluster", "a100-40g:1x4", "--lengths", str(lengths), "--staleness", "2")
+    found = planned(capsys, *options)
+    rows = found["staleness"]
+    assert [tuple(row["asynchrony"].values()) for row in rows] == [
+        (0, False, True),
+        (1, False, True),
+        (1, True, False),
+        (2, False, True),
+        (2, True, True),
+        (2, True, False),
+    ]
+    seconds = [row["step_seconds"] for row in rows]
+    # Every synchronous plan is also a plan of whole answers, and long answers are rare.
+    assert max(seconds[1], seconds[3]) <= seconds[0] * (1 + 1e-9) and min(seconds) < 0.9 * seconds[0]
+    assert found["step_seconds"] <= min(seconds) * 1.01 and found["step_seconds"] in seconds
+    out = plan(capsys, *options)
+    assert "it needs asynchrony.staleness=" in out and max(map(len, out.splitlines())) <= 100
+
+
+def test_other_comparisons_exclude_asynchronous_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--cluster", "a100-40g:2x2", "--nodes", "1,2", "--staleness", "1"]
+    assert run_app(["plan", REFERENCE, *SMALL, *arguments]) == 2
+    assert "--staleness compares plans for the whole cluster; leave out --nodes" in capsys.readouterr().err
+
+
 def test_planning_without_a_cluster_is_for_this_machine_and_noted(capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, "cluster=1x2", "device_memory=40GiB")
     assert found["cluster"]["groups"][0]["device"] == "cpu" and found["cluster"]["devices"] == 2
