@@ -1,7 +1,9 @@
 """Programs of graphs whose calls run ahead of training."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +17,14 @@ from realrl.plan.cluster import Cluster
 from realrl.plan.plan import Plan
 from realrl.program.instructions import Feed, Program, Reallocate, Receive, Run, Send, ShareLengths
 from realrl.program.lower import home_placements, kept_copies, lower, lower_start, offloaded
-from realrl.program.validate import ProgramError, select_batches, validate_ahead, validate_start
+from realrl.program.validate import (
+    ProgramError,
+    _DryRun,
+    _Rank,
+    select_batches,
+    validate_ahead,
+    validate_start,
+)
 from tests.program.test_copies import EIGHT, FOLLOWING, PPO, TWICE, place
 
 TOOLS = DataflowGraph(
@@ -134,6 +143,57 @@ def test_validation_finds_any_dropped_instruction(kind: type, steps: int, span: 
                     broken = made | {batches: drop(programs, program.rank, position)}
                     with pytest.raises(ProgramError):
                         validate_ahead(broken.__getitem__, graph, homes)
+
+
+class Shuffled(_DryRun):
+    """A dry run in which any rank may be the next to go on, and some ranks may be slow for a while."""
+
+    def __init__(self, *arguments: Any, chance: random.Random, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.chance = chance
+
+    def _advance(self, rank: _Rank) -> bool:
+        # A rank that is slow counts as one that goes on later, so that no deadlock is reported.
+        return self.chance.random() < 0.3 or super()._advance(rank)
+
+
+@pytest.mark.parametrize(("steps", "span"), [(1, 1), (3, 1), (1, 3), (0, 2)])
+def test_thousands_of_steps_in_any_order_of_ranks_neither_hang_nor_wait_for_ever(
+    steps: int, span: int
+) -> None:
+    graph = run_ahead(TOOLS, steps, span)
+    plan = Plan(
+        Cluster(1, 3),
+        {
+            c.name: place(2, 1) if c.kind in (Kind.GENERATE, Kind.FUNCTION) else place(0, 2)
+            for c in graph.calls
+        },
+    )
+    made, count = compile_ahead(graph, plan), 2500
+    chance, homes = random.Random(steps), home_placements(graph, plan)
+    run = Shuffled(3, graph, homes, (), {}, {}, copies_there=True, done={}, chance=chance)
+    for step in range(-graph.ahead, count):
+        batches = select_batches(graph, step, count=count)
+        # This raises an error if a rank hangs, a batch misses a call, or its samples are too old.
+        run.run(made[batches], batches)
+        assert all(len(known) <= graph.ahead for known in run.under_way())
+    assert not any(run.under_way())
+
+
+def test_a_batch_that_waits_for_rows_that_never_come_is_found_before_the_run() -> None:
+    """As in SkyRL#1173 and NeMo-RL#3238, where training waited for a batch that could not become complete."""
+    graph = run_ahead(PPO, 2)
+    plan = apart(graph)
+    made = compile_ahead(graph, plan)
+
+    def lose_samples(program: Program) -> Program:
+        lost = [i for i in program.instructions if isinstance(i, Send) and i.producer == "actor.generate"]
+        kept = tuple(i for i in program.instructions if i not in lost[:1])
+        return replace(program, instructions=kept) if program.rank == 3 else program
+
+    broken = {batches: [*map(lose_samples, programs)] for batches, programs in made.items()}
+    with pytest.raises(ProgramError, match="deadlock: no rank can continue"):
+        validate_ahead(broken.__getitem__, graph, home_placements(graph, plan))
 
 
 def test_a_call_cannot_run_further_ahead_than_its_inputs() -> None:
