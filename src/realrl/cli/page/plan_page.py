@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 from realrl import __version__
 from realrl.cli.page.bars import list_memory_parts, list_terms, make_memory_cards, make_time_bars
 from realrl.cli.page.tables import (
+    describe_staleness,
     list_rivals,
     make_alternatives_table,
     make_calls_table,
     make_moves_table,
     make_sizes_table,
+    make_staleness_table,
     name_reason,
     place_bound,
 )
@@ -73,6 +75,8 @@ def write_page(report: "PlanReport", path: Path, title: str, *, source: str = ""
         bound=place_bound(report),
         failures=describe_failures(report),
         sizes=make_sizes_table(report),
+        staleness=make_staleness_table(report) if report.staleness else None,
+        gain=describe_staleness(report),
         objective=f"the {name_reason(report.objective, report.sizes)}",
         calls=make_calls_table(report),
         remarks=list_remarks(report.chosen.plan, report.scenario),

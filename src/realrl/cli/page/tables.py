@@ -236,6 +236,20 @@ def make_staleness_table(report: "PlanReport") -> Table:
     )
 
 
+def describe_staleness(report: "PlanReport") -> str:
+    """Describe what asynchrony gains, and which settings it needs. Empty if nothing was compared."""
+    if not report.staleness:
+        return ""
+    base = report.staleness[0].estimate.step_seconds
+    chosen = next(row for row in report.staleness if row.estimate is report.chosen)
+    if not chosen.settings.staleness:
+        return "asynchrony gains less than 1 %, so the plan below is synchronous"
+    given = chosen.settings.model_dump(exclude_defaults=True)
+    settings = " ".join(f"asynchrony.{name}={str(value).lower()}" for name, value in given.items())
+    gain = base / chosen.estimate.step_seconds
+    return f"the plan below is {gain:.2f} × as fast as a synchronous one; it needs {settings}"
+
+
 def make_alternatives_table(report: "PlanReport", alternatives: Sequence["Alternative"]) -> Table:
     """Make a row per rejected alternative, sorted by call."""
     order = list(report.chosen.calls)

@@ -72,7 +72,9 @@ def _parts(report: PlanReport, source: str) -> Iterator[RenderableType]:
         yield _section("Numbers of nodes", _draw(replace(marked, notes=[*marked.notes, reason])))
     if report.staleness:
         table = shared.make_staleness_table(report)
-        yield _section("Asynchrony", _draw(_mark_chosen(table)), Text(_judge_staleness(report)))
+        yield _section(
+            "Asynchrony", _draw(_mark_chosen(table)), Text(f"→ {shared.describe_staleness(report)}")
+        )
     if report.goodput:
         yield _section("Failures", *map(Text, describe_failures(report)))
     yield _section("Calls", _calls(chosen, report.scenario))
@@ -92,18 +94,6 @@ def _mark_chosen(table: shared.Table) -> shared.Table:
     marks = ["→" if look else "" for look in table.looks]
     rows = [(mark, *row) for mark, row in zip(marks, table.rows, strict=True)]
     return replace(table, head=("", *table.head), rows=rows, words=table.words + 1)
-
-
-def _judge_staleness(report: PlanReport) -> str:
-    """Say what asynchrony gains, and which settings it needs."""
-    base = report.staleness[0].estimate.step_seconds
-    chosen = next(row for row in report.staleness if row.estimate is report.chosen)
-    if not chosen.settings.staleness:
-        return "Asynchrony gains less than 1 %. The plan below is synchronous."
-    given = chosen.settings.model_dump(exclude_defaults=True)
-    settings = " ".join(f"asynchrony.{name}={str(value).lower()}" for name, value in given.items())
-    gain = base / chosen.estimate.step_seconds
-    return f"→ the plan below is {gain:.2f} × as fast as a synchronous one; it needs {settings}"
 
 
 def _section(title: str, *parts: RenderableType) -> RenderableType:
