@@ -1,10 +1,10 @@
 """Compare synchronous GRPO with sampling that runs ahead of training, on two CPU processes.
 
-    python bench/asynchrony.py [--reward-seconds 1] [--steps 16] [--rounds 2] [--out runs/asynchrony] [--json FILE]
+    python bench/asynchrony.py [--reward-seconds 1.5] [--steps 16] [--rounds 2] [--out DIR] [--json FILE]
 
 The lengths of answers have a long tail: the model has nearly uniform random weights, so each token ends an answer
 with the same probability. The reward sleeps. First the machine is profiled, and a short synchronous run measures
-the lengths and the reward. Then `realrl plan` searches for a plan of each staleness, and all plans run in turns.
+the lengths and the reward. Then `realrl plan` searches for a plan under each of the settings, and all run in turns.
 The output has the median seconds per step, what the same plan was predicted to take, and the speed-up over the
 synchronous plan.
 """
@@ -63,12 +63,22 @@ def prepare(out: Path, seconds: float) -> Path:
     return file
 
 
+CASES: dict[str, list[str]] = {
+    "synchronous": ["staleness=0"],
+    "1 step ahead": ["staleness=1"],
+    "2 steps ahead": ["staleness=2"],
+    "partial, 1 step": ["staleness=1", "partial=true", "overlap=false"],
+    "partial, 2 steps": ["staleness=2", "partial=true"],
+}
+"""Settings of asynchrony by the name of the case."""
+
+
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--reward-seconds", type=float, default=1.0)
+    parser.add_argument("--reward-seconds", type=float, default=1.5)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=2, help="how often each plan runs")
-    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--cases", nargs="+", default=[*CASES], choices=[*CASES])
     parser.add_argument("--out", type=Path, default=Path("runs/asynchrony"))
     arguments = parser.parse_args()
     results = Results(arguments.json)
@@ -76,41 +86,45 @@ def main() -> None:
     recipe, profile, measured = prepare(out, arguments.reward_seconds), out / "profile.json", out / "measured"
     if not profile.exists():
         realrl("profile", recipe, "--out", profile)
-        realrl("train", recipe, f"run_dir={measured}", "training.steps=10", f"profile={profile}")
-        realrl("plan", "--calibrate", measured, "--profile", profile)
-    runs: dict[int, list[Path]] = {}
-    for staleness in arguments.staleness:
-        plan = out / f"plan-{staleness}.yaml"
-        options = ["--profile", profile, "--lengths", measured, "--out", plan]
+    realrl("train", recipe, f"run_dir={measured}", "training.steps=10", f"profile={profile}")
+    realrl("plan", "--calibrate", measured, "--profile", profile)
+    settings = {case: [f"asynchrony.{one}" for one in CASES[case]] for case in arguments.cases}
+    plans = {case: out / f"plan-{number}.yaml" for number, case in enumerate(settings)}
+    for case, plan in plans.items():
         plan.unlink(missing_ok=True)
-        realrl("plan", recipe, f"asynchrony.staleness={staleness}", *options)
+        options = ["--profile", profile, "--lengths", measured, "--out", plan]
+        realrl("plan", recipe, *settings[case], *options)
+    runs: dict[str, list[Path]] = {case: [] for case in settings}
     for number in range(arguments.rounds):
-        for staleness in arguments.staleness:
-            run = out / f"staleness-{staleness}-{number}"
-            settings = [f"run_dir={run}", f"training.steps={arguments.steps}", f"profile={profile}"]
-            settings += [f"asynchrony.staleness={staleness}", f"plan={out / f'plan-{staleness}.yaml'}"]
-            realrl("train", recipe, *settings)
-            runs.setdefault(staleness, []).append(run)
+        for case, found in runs.items():
+            run = out / f"{case.replace(' ', '-').replace(',', '')}-{number}"
+            length = f"training.steps={arguments.steps}"
+            realrl(
+                "train",
+                recipe,
+                *settings[case],
+                f"plan={plans[case]}",
+                f"run_dir={run}",
+                length,
+                f"profile={profile}",
+            )
+            found.append(run)
     base = None
-    for staleness, found in runs.items():
-        # The last steps of a run sample nothing if sampling runs ahead.
-        times = [
-            step["seconds"]
-            for run in found
-            for step in read_steps(run)[2 : -max(arguments.staleness) or None]
-        ]
+    for case, found in runs.items():
+        # The last two steps sample nothing, or less, if sampling runs ahead.
+        times = [step["seconds"] for run in found for step in read_steps(run)[2:-2]]
         costs = [json.loads((run / "costs.json").read_text()) for run in found]
         predicted = statistics.mean(cost["predicted_step_seconds"] for cost in costs)
         median = statistics.median(times)
         base = base or median
-        case = {
+        result = {
             "seconds": median,
             "predicted_seconds": predicted,
             "steps": len(times),
             "speed_up": base / median,
         }
-        results.add(f"staleness {staleness}, reward {arguments.reward_seconds:g} s", case)
-        print(f"staleness {staleness}: {median:.3f} s, predicted {predicted:.3f} s, {base / median:.2f} x")
+        results.add(f"{case}, reward {arguments.reward_seconds:g} s", result)
+        print(f"{case:<16} {median:.3f} s, predicted {predicted:.3f} s, {base / median:.2f} x", flush=True)
 
 
 if __name__ == "__main__":
