@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from realrl.algorithms.base.method import Metrics, ModelOutput
-from realrl.algorithms.base.rows import Responses
+from realrl.algorithms.base.rows import AGES, Responses, find_ages
 from realrl.algorithms.build import build_algorithm
 from realrl.algorithms.clipped_policy_loss import LogprobsInference, PolicyTrain, compute_sampler_weights
 from realrl.algorithms.distillation import DRAWN, DistillationConfig
@@ -259,6 +259,17 @@ def test_stale_samples_have_a_divergence_instead_of_a_mismatch(family: str, reco
     assert reporting.result()["stale_kl"] == pytest.approx(mean_kl(start[at], sampled[at]), rel=1e-4)
     assert "stale_kl" not in {*silent.result(), *later.result()}
     assert "sampler_trainer_mismatch" not in {*before.result(), *first.result(), *later.result()}
+
+
+def test_the_mean_age_is_that_of_tokens_in_the_loss() -> None:
+    _, batch = make_batch(16)
+    batch = batch.with_fields(**{AGES: find_ages(batch, oldest=3, part=2, limit=2)})
+    finished = batch["finished"].values != 0
+    counts = Responses.find(batch).counts[finished].tolist()
+    expected = [min(3 - token // 2, 2) for count in counts for token in range(count)]
+    _, metrics = make_train("policy_gradient", mask_truncated=True).prepare(batch, alone)
+    assert 0 < len(counts) < len(batch)
+    assert metrics.result()["staleness"] == pytest.approx(sum(expected) / len(expected))
 
 
 def test_distillation_reports_stale_samples_too() -> None:

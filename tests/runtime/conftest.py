@@ -1,4 +1,4 @@
-"""Finished runs, for tests that look at what a run leaves behind."""
+"""Finished runs, for tests that look at what a run leaves behind, and a model that ends many answers."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -47,6 +47,20 @@ def run(world: World, algorithm: str, directory: Path, **more: object) -> Path:
     recipe = world.recipe(algorithm, directory, **{**changes(world, algorithm, directory), **more})
     assert run_app(["train", str(recipe)]) == 0
     return directory / "run"
+
+
+@pytest.fixture(scope="session")
+def actor(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that ends about half of its answers within 12 tokens."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    directory = tmp_path_factory.mktemp("actor")
+    tokenizer = AutoTokenizer.from_pretrained(world.actor)
+    model = AutoModelForCausalLM.from_pretrained(world.actor)
+    model.model.embed_tokens.weight.data[tokenizer.eos_token_id] *= 4
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
 
 
 @pytest.fixture(scope="session")

@@ -11,11 +11,14 @@ from realrl.algorithms.policy_gradient import PolicyGradientConfig
 from tests.runtime.ppo_in_transformers import (
     Sample,
     Update,
+    Version,
     compute_logprobs,
     compute_outputs,
+    compute_sampled,
     correct_sampler,
     measure_updates,
     measure_weights,
+    newest,
     update,
 )
 
@@ -36,17 +39,14 @@ class GRPO:
         self.versions = [copy.deepcopy(self.actor)]
         """The actor before the first step, and after each step."""
 
-    def step(self, samples: Sequence[Sample], sampled_with: int = -1) -> dict[str, float]:
-        """Learn from one step's samples, and return metrics.
-
-        sampled_with: number of steps after which the actor drew the samples; -1 for all steps so far
-        """
+    def step(self, samples: Sequence[Sample], version: Version = newest) -> dict[str, float]:
+        """Learn from one step's samples, and return metrics."""
         config = self.config
         with torch.no_grad():
-            sampled = compute_logprobs(self.versions[sampled_with], samples)
+            sampled = compute_sampled(self.versions, samples, version)
             old = compute_logprobs(self.actor, samples) if config.recompute_logprobs else sampled
             ref = compute_logprobs(self.ref, samples)
-            scores = torch.stack([row[-1] for row in compute_outputs(self.reward, samples)])
+            scores = self._score(samples)
         weights = correct_sampler(config, old, sampled)
         advantages = self._find_advantages(scores, sampled, ref)
         size, updates = len(samples) // config.minibatches, []
@@ -59,8 +59,13 @@ class GRPO:
                 losses.append(self._add_divergence(-weights[i] * surrogate, new, ref[i]))
             updates.append(self._update(losses))
         self.versions.append(copy.deepcopy(self.actor))
+        for mean, new in zip(self.ref.parameters(), self.actor.parameters(), strict=True):
+            mean.data.lerp_(new.data, config.ref_ema or 0.0)
         found = measure_updates(updates) | measure_weights(config, weights)
         return {f"actor.train/{name}": value for name, value in found.items()}
+
+    def _score(self, samples: Sequence[Sample]) -> Tensor:
+        return torch.stack([row[-1] for row in compute_outputs(self.reward, samples)])
 
     def _find_advantages(
         self, scores: Tensor, sampled: Sequence[Tensor], ref: Sequence[Tensor]

@@ -5,7 +5,7 @@ returns' deviation, and is rescaled, its moments with it, whenever the deviation
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,27 @@ def compute_logprobs(model: Any, samples: Sequence[Sample], temperature: float =
     logits = model(ids, attention_mask=mask).logits / temperature
     found = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
     return [row[s.prompt - 1 : len(s.tokens) - 1] for row, s in zip(found, samples, strict=True)]
+
+
+Version = Callable[[int], int]
+"""Finds the number of steps after which the actor drew token j of the answers; -1 for all steps so far."""
+
+
+def newest(token: int) -> int:
+    """Find the version in synchronous training."""
+    return -1
+
+
+def compute_sampled(
+    actors: Sequence[Any], samples: Sequence[Sample], version: Version, temperature: float = 1.0
+) -> list[Tensor]:
+    """Compute the log-probability of each answer token under the actor that drew it.
+
+    actors: the actor before the first step, and after each step
+    """
+    drawn = [[version(j) for j in range(s.answer)] for s in samples]
+    found = {v: compute_logprobs(actors[v], samples, temperature) for v in {v for row in drawn for v in row}}
+    return [torch.stack([found[v][i][j] for j, v in enumerate(row)]) for i, row in enumerate(drawn)]
 
 
 def compute_outputs(model: Any, samples: Sequence[Sample]) -> list[Tensor]:
@@ -151,14 +172,11 @@ class Reference:
         decay, lr = self.setting.weight_decay, self.setting.lr
         return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=self.setting.eps, weight_decay=decay)
 
-    def step(self, samples: Sequence[Sample], sampled_with: int = -1) -> dict[str, float]:
-        """Learn from one step's samples, and return metrics.
-
-        sampled_with: number of steps after which the actor drew the samples; -1 for all steps so far
-        """
+    def step(self, samples: Sequence[Sample], version: Version = newest) -> dict[str, float]:
+        """Learn from one step's samples, and return metrics."""
         ppo = self.setting.ppo
         with torch.no_grad():
-            sampled = self._logprobs(self.versions[sampled_with], samples)
+            sampled = compute_sampled(self.versions, samples, version, self.setting.temperature)
             old = self._logprobs(self.actor, samples) if ppo.recompute_logprobs else sampled
             ref = self._logprobs(self.ref, samples)
             outputs = compute_outputs(self.critic, samples)

@@ -15,7 +15,7 @@ from realrl.algorithms.base.method import (
     PlainTrain,
     Sum,
 )
-from realrl.algorithms.base.rows import Responses
+from realrl.algorithms.base.rows import AGES, Responses
 from realrl.algorithms.kl import (
     MAX_LOG_RATIO,
     approximate_kl,
@@ -204,11 +204,13 @@ class PolicyTrain(OnSequences, PlainTrain):
         `sampler_weight`, and the share of tokens whose ratio was limited, `sampler_corrections_beyond_cap`. Of N
         weights w, also report the `effective_sample_size` (sum of w)^2 / (N sum of w^2), between 0 and 1 (Kish
         1965). For stale samples, `stale_kl` is the mean divergence of the old policy from the sampler's, in nats
-        per token.
+        per token. `staleness` is their mean age in training steps, with or without recomputed log-probabilities.
 
         answers: the answers in the loss
         """
         metrics = Metrics()
+        if AGES in batch.fields:
+            metrics.mean("staleness", batch[AGES].values[answers.index].sum(), answers.total)
         if not config.recompute_logprobs:
             return batch, metrics
         old, sampled = (batch[key].values[answers.index].double() for key in ("old_logprobs", "logprobs"))

@@ -274,6 +274,7 @@ class TrainingSteps:
             further=self._records.further_fields(indices),
             origins=self._records.list_origins(indices),
             samples=self._samples,
+            first=self._first,
         )
 
     def _find_rates(self, step: int) -> dict[str, float]:

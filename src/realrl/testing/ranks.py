@@ -181,14 +181,20 @@ def _run(rank: int, recipe: Path, run_class: type[TrainingRun] | None, *, evalua
     # A run that resumes goes on with the file of its first part.
     resumes = not experiment.overwrite and file.exists()
     tokens: Tokens = json.loads(file.read_text()) if resumes else {}
+    items = experiment.data.batch * experiment.spec.samples_per_prompt(experiment)
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         batch, model, seed = generate(*args, **kwargs), args[0], kwargs["seed"]
+        in_parts = kwargs.get("part") is not None
         if model.shard.last:
             fields = zip(batch.ids, batch["sequences"].rows(), batch["prompt_length"].rows(), strict=True)
             for item, row, prompt in fields:
-                name = f"{seed.step}/{seed.first_sequence + item}"
+                # With parts, the ids of later batches follow those of the first one.
+                ahead, number = divmod(item, items) if in_parts else (0, seed.first_sequence + item)
+                name = f"{seed.step + ahead}/{number}"
                 name += " greedy" if kwargs["sampling"].greedy else ""
+                if in_parts:  # this row has the tokens of earlier parts, too
+                    tokens[name], tokens[f"{name} prompt"] = [], []
                 tokens.setdefault(name, []).append(row.tolist())
                 tokens.setdefault(f"{name} prompt", []).append(prompt.tolist())
                 if ACTION_MASK in batch.fields:

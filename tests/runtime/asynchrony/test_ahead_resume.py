@@ -69,6 +69,8 @@ def test_batches_of_another_staleness_are_sampled_again(
         assert run_app(["train", str(recipe), *changes]) == 0
         assert "batches under way: 2 are sampled again" in capsys.readouterr().err
         assert [row["step"] for row in read_metrics(resumed)] == [1, 2, 3, 4, 5]
+        ages = [row["metrics"].get("actor.train/staleness", 0) for row in read_metrics(resumed)]
+        assert ages == [0, 1, 0, staleness, staleness]
 
 
 @pytest.mark.parametrize(

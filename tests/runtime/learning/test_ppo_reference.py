@@ -53,20 +53,6 @@ def is_further(plan: str, setting: str) -> bool:
     return plan != "alone" and ([*PLANS].index(plan) + [*SETTINGS].index(setting)) % 2 == 1
 
 
-@pytest.fixture(scope="module")
-def actor(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that ends about half of its answers."""
-    from transformers import AutoTokenizer
-
-    directory = tmp_path_factory.mktemp("actor")
-    tokenizer = AutoTokenizer.from_pretrained(world.actor)
-    model = AutoModelForCausalLM.from_pretrained(world.actor)
-    model.model.embed_tokens.weight.data[tokenizer.eos_token_id] *= 4
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
-
-
 def recipe(world: World, actor: Path, directory: Path, plan: str, ppo: Mapping[str, Any]) -> Path:
     size, strategy = PLANS[plan]
     placed = "\n".join(f"  {call}: {{mesh: 0-{size - 1}, {strategy}}}" for call in PPO_CALLS)

@@ -102,6 +102,21 @@ class Responses:
         return Ragged(out, self.lengths)
 
 
+AGES = "ages"
+"""Field with the age of each answer token: the number of training steps since the weights that sampled it. A train
+call has it if samples may come from weights of earlier steps."""
+
+
+def find_ages(batch: Batch, *, oldest: int, part: int, limit: int) -> Ragged:
+    """Find the age of each answer token, in training steps, as rows like `sequences`; 0 on prompts.
+
+    The first `part` tokens of an answer are `oldest` steps old, the next `part` tokens are one step younger, and so
+    on. `limit`: age of the first weights that sampled. No token is older.
+    """
+    answers = Responses.find(batch)
+    return answers.spread((oldest - answers.column // part).clamp(max=limit).float())
+
+
 def row_sums(values: Tensor, row: Tensor, count: int) -> Tensor:
     """Sum per packed row. values: [A], each in the row given by `row` [A] -> [count] float64
 

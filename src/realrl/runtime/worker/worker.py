@@ -17,6 +17,7 @@ from realrl.algorithms.base.method import (
     Metrics,
     TrainMethod,
 )
+from realrl.algorithms.base.rows import AGES, find_ages
 from realrl.algorithms.base.scoring import UnscoredError
 from realrl.config.errors import UserCodeError
 from realrl.config.user_code import name_function
@@ -79,6 +80,8 @@ class StepInput:
     evaluation: bool = False
     accumulates: bool = False
     """Whether train calls only add their gradients to those of earlier calls, without an optimizer step."""
+    first: int = 0
+    """Step of the first batch that this start of the run samples, counted from 0. No older weights sample."""
 
 
 class StepWatch(Protocol):
@@ -510,6 +513,7 @@ class Worker:
         )
 
     def _train(self, run: Run, call: Call, batch: Batch, now: _Step) -> Metrics:
+        batch = self._add_ages(call, batch, now)
         minibatches = now.store.assignment(call)[run.placement.item_index(self._process.rank)]
         position = {item: i for i, item in enumerate(batch.ids)}
         trainer = self._roles.trainers[call.model_role]
@@ -532,6 +536,18 @@ class Worker:
             lr=now.input.rates[call.model_role],
             replays=call.replays,
         )
+
+    def _add_ages(self, call: Call, batch: Batch, now: _Step) -> Batch:
+        """Add the ages of tokens, if a call trains a policy on samples that it may have drawn in earlier steps."""
+        sampler = now.store.graph.producer("sequences")
+        readable = {"sequences", "prompt_length"} <= batch.fields.keys()
+        if sampler is None or sampler.role != call.role or not sampler.begins_ahead or not readable:
+            return batch
+        method = cast(GenerateMethod, self._algorithm.method(sampler.name))
+        tokens = method.sampling_of(evaluation=False).max_new_tokens
+        limit = now.input.sampling_seed.step - now.input.first
+        ages = find_ages(batch, oldest=sampler.begins_ahead, part=-(-tokens // sampler.span), limit=limit)
+        return batch.with_fields(**{AGES: ages})
 
 
 def _read_begun(store: Store, call: Call, item: int) -> tuple[list[int], list[float], bool]:
