@@ -162,6 +162,7 @@ class TrainingSteps:
         return [
             {
                 "step": step,
+                "first": batch.input.first,
                 "prompts": batch.prompts,
                 "sampling": self._describe_sampling(),
                 "metrics": {call: metrics.to_plain() for call, metrics in batch.metrics.items()},
@@ -202,6 +203,7 @@ class TrainingSteps:
             self.taken -= sum(len(batch["prompts"]) for batch in batches)
             return len(batches)
         for batch in batches:
+            self._first = batch["first"]
             self._begin_batch(batch["step"], batch["prompts"])
             restored = self.under_way[batch["step"]]
             restored.store.feed(restored.input.records)
