@@ -127,7 +127,9 @@ class TrainingSteps:
     def _run_batches(self, step: int, timer: StepTimer | None = None, watch: StepWatch | None = None) -> None:
         """Work on all batches of a step. Before the first step of a run, `step` is negative."""
         phase = self._job.train
-        selected = select_batches(phase.graph, step, first=self._first, count=self.count)
+        # A replay may run a step that is not among those of the recipe any more.
+        count = max(self.count, step + 1)
+        selected = select_batches(phase.graph, step, first=self._first, count=count)
         if not selected:
             return
         new = step + phase.graph.ahead
