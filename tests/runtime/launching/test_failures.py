@@ -133,12 +133,12 @@ def test_a_stuck_reward_function_is_told_from_a_stuck_collective(runs: Runs, tmp
 
 KILLED = """
 import signal
-_run = Worker.run
-def run(self, program, store, step, *rest):
-    if COUNT and rank == RANK and step.sampling_seed.step == STEP:
+_run = Worker.run_batches
+def run(self, program, batches, *rest):
+    if COUNT and rank == RANK and batches[0].input.sampling_seed.step == STEP:
         os.kill(os.getpid(), signal.SIGKILL)
-    return _run(self, program, store, step, *rest)
-Worker.run = run
+    return _run(self, program, batches, *rest)
+Worker.run_batches = run
 """
 
 

@@ -122,7 +122,7 @@ import time
 from pathlib import Path
 from realrl.runtime.worker.worker import Worker
 
-run = Worker.run
+run = Worker.run_batches
 
 def held(*arguments):
     if Path(DIR, "hold").exists():
@@ -130,7 +130,7 @@ def held(*arguments):
         time.sleep(1000)
     return run(*arguments)
 
-Worker.run = held
+Worker.run_batches = held
 """
 """Has a step last once there is a file `hold`."""
 
