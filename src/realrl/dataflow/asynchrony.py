@@ -9,11 +9,10 @@ from realrl.dataflow.graph import DataflowGraph
 def run_ahead(graph: DataflowGraph, steps: int, span: int = 1) -> DataflowGraph:
     """Let generate calls sample the batch that is trained on `steps` steps later, each batch over `span` steps.
 
-    The oldest tokens of a step then come from parameters that are `steps` + `span` - 1 updates old. If `steps` is 2
-    or more, functions
-    run one step later than generation, so that a slow reward delays neither generation nor training. All other
-    calls run in the step that trains on the batch: whether a call of a frozen model runs early does not change its
-    outputs, and calls of trained models should use the latest parameters.
+    The oldest tokens of a batch then come from parameters that are `steps` + `span` - 1 updates old. If `steps` is
+    2 or more, functions run one step later than generation, so that a slow reward delays neither generation nor
+    training. All other calls run in the step that trains on the batch. Calls of trained models should use the
+    latest parameters, and the outputs of frozen models do not depend on the step.
 
     A call that generates from the outputs of other calls takes these calls ahead with it.
     """

@@ -180,6 +180,10 @@ class Call:
         """Number of steps by which the call begins a batch before training."""
         return self.ahead + self.span - 1
 
+    def count_part(self, new_tokens: int) -> int:
+        """Compute the maximum number of tokens that an answer gets in one step, if it may have `new_tokens`."""
+        return -(-new_tokens // self.span)
+
     @property
     def records_experts(self) -> bool:
         """Whether a generate call outputs the experts that its model chose."""

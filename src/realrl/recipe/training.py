@@ -45,7 +45,7 @@ class TrainingConfig(Settings):
 
 
 class AsynchronyConfig(Settings):
-    """Sampling that runs ahead of training, on devices of its own, so that neither waits for the other."""
+    """Training on tokens of earlier weights, so that no step waits for long answers or slow rewards."""
 
     staleness: int = Field(default=0, ge=0, le=8)
     """Age of the oldest tokens of a batch when it is trained on: the number of training steps since the weights

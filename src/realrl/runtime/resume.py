@@ -404,7 +404,8 @@ class Continuation:
         self._parts.training.taken, self._rollbacks = taken, rollbacks + 1
         if self._process.rank == WRITER:
             self._directory.go_back(found)
-        records = taken - found.state.taken
+        under_way = sum(len(batch["prompts"]) for batch in found.state.under_way)
+        records = taken - found.state.taken + under_way
         return (
             found.state,
             f"{spike}; training goes back to step {found.state.step} and skips {records} records",

@@ -287,7 +287,9 @@ class TrainingRun:
                     f"learning rates are multiplied by {factor:g} after step {done}, as a callback has asked"
                 )
             if ends > 0 and done < self.steps:
-                self._say(f"training ends after step {done} of {self.steps}, as a callback has asked")
+                sampled = len(self.training.under_way)
+                left = f"; {sampled} sampled batches are not trained on" if sampled else ""
+                self._say(f"training ends after step {done} of {self.steps}, as a callback has asked{left}")
                 self.steps = activity.steps = done
             self._after_step(done, late=late > 0)
             if stops > 0 and done < self.steps:

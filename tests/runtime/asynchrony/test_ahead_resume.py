@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from realrl.cli.app import run_app
+from realrl.runtime.resume import Spike, SpikeDetector
 from realrl.testing.compare import read_metrics
 from tests.conftest import World
 from tests.runtime.asynchrony.test_ahead_runs import learnt, part, write_recipe
@@ -89,6 +90,24 @@ def test_parts_of_answers_are_not_continued_as_other_parts(
     capsys.readouterr()
     assert run_app(["train", str(recipe), f"run_dir={resumed}", *change, "resume=changed"]) == 0
     assert "batches under way: 1 is sampled again" in capsys.readouterr().err
+
+
+def test_a_spike_drops_the_batches_under_way(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looked: list[int] = []
+
+    def look(self: SpikeDetector, step: int, metrics: object) -> Spike | None:
+        looked.append(step)
+        return Spike(step, "actor.train/loss", 9.0, 1.0) if step == 4 and looked.count(4) == 1 else None
+
+    monkeypatch.setattr(SpikeDetector, "look", look)
+    spike = {"metric": "actor.train/loss", "back": 2}
+    recipe = write_recipe(world, tmp_path / "whole", "grpo", 2, **SAVING, training__spike=spike)
+    assert run_app(["train", str(recipe)]) == 0
+    assert looked == [1, 2, 3, 4, 3, 4, 5]
+    # After step 4, all 5 batches were taken, and 2 of them had been trained on before the checkpoint.
+    assert "training goes back to step 2 and skips 48 records" in capsys.readouterr().err
 
 
 def test_a_finished_run_goes_on_with_more_steps(world: World, tmp_path: Path) -> None:

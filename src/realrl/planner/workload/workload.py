@@ -202,7 +202,7 @@ class Workload:
     def work(self, call: Call) -> CallWork:
         """Compute the work of a call. Each key in the call's `work` is one sequence per item."""
         if call.kind is Kind.GENERATE:
-            parts = self._list_parts(call.span)
+            parts = self._list_parts(call)
             prompts, answers = zip(*parts, strict=True)
             # A part after the first one is prefilled alone, not together with the other samples of its prompt.
             shared = len(self.pairs) / self.samples + len(parts) - len(self.pairs)
@@ -210,7 +210,7 @@ class Workload:
                 items=round(self.items * len(parts) / len(self.pairs)),
                 lengths=prompts,
                 answers=answers,
-                room=-(-self.max_new_tokens // call.span),
+                room=self.max_new_tokens,  # the cache has room for earlier parts, too
                 minibatches=1,
                 passes=1,
                 per_item=len(call.work),
@@ -236,15 +236,17 @@ class Workload:
             per_item=len(call.work),
         )
 
-    def _list_parts(self, span: int) -> list[tuple[int, int]]:
-        """List what a generate call samples in a step if it spreads each answer over `span` steps: pairs of the
-        tokens that are known before and the tokens that are sampled, for answers of every age."""
-        most = -(-self.max_new_tokens // span) if span > 1 else self.max_new_tokens
+    def _list_parts(self, call: Call) -> Sequence[tuple[int, int]]:
+        """List what a generate call samples in a step, for answers of every age. Each pair has the number of tokens
+        that are known before, and the number of tokens that are sampled."""
+        if call.span == 1:
+            return self.pairs
+        most = call.count_part(self.max_new_tokens)
         return [
-            (prompt + before, min(most, answer - before) if span > 1 else answer)
-            for age in range(span)
+            (prompt + before, min(most, answer - before))
+            for before in range(0, call.span * most, most)
             for prompt, answer in self.pairs
-            if (before := age * most) < answer or not age
+            if before < answer
         ]
 
     def tokens(self, graph: DataflowGraph) -> float:

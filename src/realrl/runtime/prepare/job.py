@@ -47,7 +47,9 @@ class Phase:
 
     def programs_of(self, step: int, batches: range = range(1)) -> list[Program]:
         """Return the programs of a training step, which is counted from 1, that work on `batches`."""
-        return self.partial.get(_name_step(self.graph.due(step), batches), self.programs)
+        name = _name_step(self.graph.due(step), batches)
+        complete = name == (self.graph.periods, range(self.graph.ahead + 1))
+        return self.programs if complete else self.partial[name]
 
 
 @dataclass(frozen=True)

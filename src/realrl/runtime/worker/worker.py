@@ -397,7 +397,7 @@ class Worker:
                     turns=turns,
                 )
             except NotFiniteLogitsError as error:
-                raise NotFiniteError(f"{call.name}: {_describe_logits(error, step)}") from None
+                raise NotFiniteError(f"{call.name}: {_describe_logits(error, step, call)}") from None
             if turns is not None and self._process.rank in run.placement.output_ranks:
                 batch = batch.with_fields(**turns.outputs(batch))
                 now.metrics[call.name] = summarize_trajectories(batch)
@@ -471,10 +471,13 @@ class Worker:
                     samples=first.store.samples,
                     after_step=first.after_pass,
                     kept=self._roles.kept_decoding(call.name),
-                    part=Part(keys, begun, -(-sampling.max_new_tokens // call.span)),
+                    part=Part(keys, begun, call.count_part(sampling.max_new_tokens)),
                 )
             except NotFiniteLogitsError as error:
-                raise NotFiniteError(f"{call.name}: {error}") from None
+                batch_number, item = divmod(error.item, first.store.size)
+                of_batch = [*steps.values()][batch_number].input
+                found = NotFiniteLogitsError(error.token, item)
+                raise NotFiniteError(f"{call.name}: {_describe_logits(found, of_batch, call)}") from None
             for key in call.outputs:
                 for (now, item), row in zip(places, batch[key.removeprefix(call.prefix)].rows(), strict=True):
                     now.store.put_row(key, item, row)
@@ -546,7 +549,8 @@ class Worker:
         method = cast(GenerateMethod, self._algorithm.method(sampler.name))
         tokens = method.sampling_of(evaluation=False).max_new_tokens
         limit = now.input.sampling_seed.step - now.input.first
-        ages = find_ages(batch, oldest=sampler.begins_ahead, part=-(-tokens // sampler.span), limit=limit)
+        part = sampler.count_part(tokens)
+        ages = find_ages(batch, oldest=sampler.begins_ahead, part=part, limit=limit)
         return batch.with_fields(**{AGES: ages})
 
 
@@ -573,8 +577,11 @@ def _call_of(instruction: Instruction) -> str | None:
     return None
 
 
-def _describe_logits(error: NotFiniteLogitsError, step: StepInput) -> str:
+def _describe_logits(error: NotFiniteLogitsError, step: StepInput, call: Call) -> str:
     """Describe an error about logits that are not finite. In an evaluation, name the record of the prompt."""
-    if not (step.evaluation and step.origins):
-        return str(error)
-    return error.describe(step.origins[error.item - step.sampling_seed.first_sequence])
+    if step.evaluation and step.origins:
+        return error.describe(step.origins[error.item - step.sampling_seed.first_sequence])
+    if call.begins_ahead:
+        number = step.sampling_seed.step + 1
+        return error.describe(f"the prompt of item {error.item + 1} of the batch of step {number}")
+    return str(error)
