@@ -342,6 +342,8 @@ def test_lengths_that_the_recipe_cannot_have_are_refused(
         '{"environment": {"seconds": [-1], "turns": [2], "given": [3]}}',
         '{"environment": {"seconds": [1], "turns": [0], "given": [3]}}',
         '{"environment": {"seconds": [], "turns": [2], "given": [3]}}',
+        '{"prompts": [1], "longest": 4}',
+        '{"answers": [1], "longest": "4"}',
     ],
 )
 def test_lengths_of_another_form_are_refused(tmp_path: Path, content: str) -> None:

@@ -8,7 +8,14 @@ from realrl.layout.kv_blocks import CPU_PREFILL_TOKENS, GPU_PREFILL_TOKENS, Cach
 from realrl.plan.placement import Strategy
 from realrl.planner.workload.batching import split_work
 from realrl.planner.workload.generation import split_generation
-from realrl.planner.workload.workload import QUANTILES, CallWork, Sampling, Workload, quantiles
+from realrl.planner.workload.workload import (
+    QUANTILES,
+    CallWork,
+    Sampling,
+    Workload,
+    expect_longest,
+    quantiles,
+)
 from realrl.recipe.load import load_experiment
 from tests.planner.problems import GRAPH, STEP, call
 
@@ -19,6 +26,14 @@ def test_quantiles_keep_the_mean_and_the_spread() -> None:
     assert len(sample) == QUANTILES and list(sample) == sorted(sample)
     assert sum(sample) / QUANTILES == pytest.approx(sum(lengths) / 4000, rel=1e-3)
     assert quantiles(lengths[::-1]) == sample
+
+
+def test_the_longest_of_several_draws_is_expected() -> None:
+    """Of two draws from 10 and 20, three in four have a 20 among them."""
+    assert expect_longest([20, 10], 2) == round(0.25 * 10 + 0.75 * 20)
+    assert expect_longest([10, 20], 1) == 15 and expect_longest([7], 100) == 7
+    rare = [100] * 999 + [9000]
+    assert max(quantiles(rare)) == 100 and 9000 > expect_longest(rare, 4000) > 8500
 
 
 def test_prompts_and_answers_are_paired_without_correlation_or_loss() -> None:
@@ -74,7 +89,14 @@ def test_unmeasured_lengths_are_the_longest_of_the_recipe() -> None:
     )
     sampling = Sampling(minimum=True)  # the recipe has answers of full length
     assert Workload.of(experiment) == Workload(
-        512, (128,), (200,), 200, 2, experience_calls=("actor.train", "critic.train"), sampling=sampling
+        512,
+        (128,),
+        (200,),
+        200,
+        2,
+        longest=200,
+        experience_calls=("actor.train", "critic.train"),
+        sampling=sampling,
     )
     measured = Workload.of(experiment, prompts=[5, 7], answers=[3])
     assert (measured.prompts, measured.answers, measured.max_new_tokens) == ((5, 7), (3,), 200)

@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -75,29 +76,35 @@ Lengths = tuple[int, ...] | None
 """Measured lengths in tokens; None if there are none."""
 
 
-def read_lengths(path: str) -> tuple[Lengths, Lengths, "EnvironmentTimes | None"]:
+def read_lengths(path: str) -> "Measured":
     """Read the lengths of prompts and answers, and the times of an environment, from a JSON file, or from the
     `lengths.json` of a run's directory.
 
-    The form is `{"prompts": [..], "answers": [..], "environment": {..}}`, and each part may be missing. The fields
-    of `environment` are those of `EnvironmentTimes`. Raises UserError for anything else.
+    The form is `{"prompts": [..], "answers": [..], "longest": .., "environment": {..}}`, and each part may be
+    missing. `longest` is the mean length of the longest answer of a step. It tells more than `answers` if these are
+    only quantiles. The fields of `environment` are those of `EnvironmentTimes`. Raises UserError for anything else.
     """
+    from realrl.runtime.prepare.scenarios import Measured
+
     file = local_path(path)
     file = file / "lengths.json" if file.is_dir() else file
     try:
         content = read_json(file)
     except UserError as error:
         raise UserError(f"--lengths: {error}") from None
-    if not content.keys() <= {"prompts", "answers", "environment"}:
+    if not content.keys() <= {"prompts", "answers", "longest", "environment"}:
         raise UserError(
             f'--lengths: {file} must hold {{"prompts": [..], "answers": [..]}}, with an environment also'
             ' "environment": {"seconds": [..], "turns": [..], "given": [..]}'
         )
     prompts, answers = (_check_numbers(content.get(key), f"{file}: {key}") for key in ("prompts", "answers"))
+    longest = content.get("longest", 0)
+    if type(longest) is not int or longest < 0 or (longest and answers is None):
+        raise UserError(f"--lengths: {file}: longest must be a number of tokens beside answers")
     environment = _read_environment(content.get("environment"), f"{file}: environment")
     if prompts is None and answers is None and environment is None:
         raise UserError(f"--lengths: {file} has no lengths")
-    return prompts, answers, environment
+    return Measured(prompts=prompts, answers=answers, longest=longest, environment=environment)
 
 
 def _read_environment(value: Any, where: str) -> "EnvironmentTimes | None":
@@ -133,7 +140,7 @@ def _check_numbers(value: object, where: str, of: str = "tokens") -> Lengths:
     return tuple(value)
 
 
-def _check_lengths(prompts: Lengths, answers: Lengths, experiment: "Experiment") -> None:
+def _check_lengths(measured: "Measured", experiment: "Experiment") -> None:
     """Check that records of the recipe can have these lengths. Raises UserError.
 
     Answers may be longer, because generation cuts them off.
@@ -141,10 +148,10 @@ def _check_lengths(prompts: Lengths, answers: Lengths, experiment: "Experiment")
     generates = experiment.spec.generation is not None
     name = "max_prompt_tokens" if generates else "max_tokens"
     most = getattr(experiment.data, name)
-    for tokens in prompts or ():
+    for tokens in measured.prompts or ():
         if not 0 < tokens <= most:
             raise UserError(f"--lengths: prompts: {tokens} is not between 1 and data.{name}={most}")
-    if generates and 0 in (answers or ()):
+    if generates and 0 in (measured.answers or ()):
         raise UserError("--lengths: answers: every answer must have at least 1 token")
 
 
@@ -242,18 +249,18 @@ def read_scenario(
     from realrl.runtime.prepare.scenarios import Measured
     from realrl.runtime.prepare.trained_parts import list_trained_parts
 
-    prompts, answers, environment = read_lengths(lengths) if lengths else (None, None, None)
-    _check_lengths(prompts, answers, experiment)
-    if environment is not None and experiment.environment_config is None:
+    measured = read_lengths(lengths) if lengths else Measured()
+    _check_lengths(measured, experiment)
+    if measured.environment is not None and experiment.environment_config is None:
         raise UserError(f"--lengths: {lengths} has times of an environment, but the recipe has none")
     unknown = ""
-    if experiment.environment_config is not None and environment is None:
+    if experiment.environment_config is not None and measured.environment is None:
         unknown = (
             "the environment counts as 0 s, and its tokens as sampled, because no --lengths have its times"
         )
     path = profile or experiment.profile
     times = Profile.load(path) if path else None
-    measured = Measured(times, prompts, answers, environment)
+    measured = replace(measured, profile=times)
     spec, remark = choose_devices(cluster, experiment, measured)
     draft = Draft(experiment, spec, measured=measured)
     scenario = draft.scenario()

@@ -86,6 +86,10 @@ def split_decode_steps(
         # The first decode step of a row reads its prompt alone: the step's input is the prompt's last token.
         context = read * work.mean + ((begin + end) * per_step - 1) / 2
         yield DecodeSegment(end - begin, np.maximum(1.0, last * alive * active), context)
+    if steps is None:
+        # The rank with the longest answer of all ranks decodes it alone at the end.
+        alone = np.maximum(0, work.longest_answer - longest)
+        yield DecodeSegment(alone, 1.0, work.mean + longest + alone / 2)
 
 
 def cost_generation(context: CallContext) -> Mapping[str, Floats]:

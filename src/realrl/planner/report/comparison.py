@@ -22,8 +22,8 @@ from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel
 
 COSTS, LENGTHS = "costs.json", "lengths.json"
-"""Files of a run directory: a `Comparison`, and quantiles of prompt and answer lengths in tokens, with those of the
-environment's times."""
+"""Files of a run directory: a `Comparison`, and quantiles of prompt and answer lengths in tokens, with the expected
+length of a step's longest answer and quantiles of the environment's times."""
 
 VERSION: Literal[1] = 1
 """Version of the file format. Files of other versions are rejected."""
@@ -125,6 +125,8 @@ class Comparison(Settings):
         write_readable(Path(directory) / COSTS, self.model_dump(mode="json"))
         workload = self.workload
         measured: dict[str, Any] = {"prompts": workload.prompts, "answers": workload.answers}
+        if workload.longest:
+            measured["longest"] = workload.longest
         if workload.environment is not None:
             measured["environment"] = asdict(workload.environment.times)
         write_whole(Path(directory) / LENGTHS, json.dumps(measured) + "\n")

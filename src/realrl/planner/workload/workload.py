@@ -84,6 +84,9 @@ class CallWork:
     """Sample of sequence lengths in tokens: whole sequences, or prompts if the call generates."""
     answers: tuple[int, ...]
     """Tokens to generate for the same sequences. Empty unless the call generates."""
+    longest_answer: int = 0
+    """Expected tokens of the longest answer of all sequences, which `answers` may lack. 0 unless the call
+    generates."""
     room: int
     """Maximum tokens that are generated per sequence."""
     minibatches: int
@@ -164,6 +167,8 @@ class Workload:
     sampling: Sampling = UNRESTRICTED
     environment: EnvironmentWork | None = None
     """The environment; None if there is none, or if its times are unknown."""
+    longest: int = 0
+    """Expected length of the longest answer of a step, if `answers` lack answers as rare as that one."""
 
     @classmethod
     def of(
@@ -172,10 +177,12 @@ class Workload:
         *,
         prompts: Sequence[int] | None = None,
         answers: Sequence[int] | None = None,
+        longest: int = 0,
         environment: EnvironmentTimes | None = None,
     ) -> "Workload":
         """Build the workload of a recipe, with measured lengths of prompts and answers, and with the times of its
-        environment, if they are given.
+        environment, if they are given. `longest`: measured mean over steps of their longest answer, if `answers`
+        are only quantiles.
 
         Without measured lengths, all sequences have the maximum length: `max_prompt_tokens` for prompts,
         `max_new_tokens` for answers, and `max_tokens` for training sequences. Longer answers are cut off, as in
@@ -186,12 +193,14 @@ class Workload:
         if spec.generation is None:
             return cls(data.batch, quantiles(prompts or [data.max_tokens]), epochs=epochs)
         generation, samples = spec.generation(experiment), spec.samples_per_prompt(experiment)
-        longest = generation.max_new_tokens
+        most, items = generation.max_new_tokens, data.batch * samples
+        measured = [min(answer, most) for answer in answers or [most]]
         return cls(
-            items=data.batch * samples,
+            items=items,
             prompts=quantiles(prompts or [data.max_prompt_tokens]),
-            answers=quantiles([min(answer, longest) for answer in answers or [longest]]),
-            max_new_tokens=longest,
+            answers=quantiles(measured),
+            longest=min(most, max(longest, expect_longest(measured, items))),
+            max_new_tokens=most,
             epochs=epochs,
             samples=samples,
             experience_calls=spec.experience_calls,
@@ -210,6 +219,7 @@ class Workload:
                 items=round(self.items * len(parts) / len(self.pairs)),
                 lengths=prompts,
                 answers=answers,
+                longest_answer=max(*answers, min(self.longest_answer, call.count_part(self.max_new_tokens))),
                 room=self.max_new_tokens,  # the cache has room for earlier parts, too
                 minibatches=1,
                 passes=1,
@@ -232,7 +242,7 @@ class Workload:
             room=0,
             minibatches=call.minibatches,
             passes=passes,
-            episode=max(self.answers) if call.name in self.experience_calls else 0,
+            episode=self.longest_answer if call.name in self.experience_calls else 0,
             per_item=len(call.work),
         )
 
@@ -255,6 +265,11 @@ class Workload:
         mean = sum(self.prompts) / len(self.prompts) + sum(self.answers) / len(self.answers)
         return mean * self.items * max(len(call.work) for call in graph.calls)
 
+    @property
+    def longest_answer(self) -> int:
+        """Expected length of the longest answer of a step."""
+        return max(self.longest, *self.answers)
+
     @cached_property
     def pairs(self) -> tuple[tuple[int, int], ...]:
         """Sample of (prompt, answer) lengths, as if the two were independent."""
@@ -274,6 +289,13 @@ def _environment_work(experiment: Experiment, times: EnvironmentTimes | None) ->
         agents = math.inf if config.threads is None else config.workers * config.threads
         return EnvironmentWork(times, math.inf, rows_at_once=agents)
     return EnvironmentWork(times, config.workers * (config.threads or CALLS_AT_ONCE))
+
+
+def expect_longest(lengths: Iterable[int], count: int) -> int:
+    """Compute the expected value of the largest of `count` numbers, each drawn from these with equal probability."""
+    ordered = sorted(lengths)
+    below = [(i / len(ordered)) ** count for i in range(len(ordered) + 1)]
+    return round(sum(n * (high - low) for n, low, high in zip(ordered, below[:-1], below[1:], strict=True)))
 
 
 def quantiles(lengths: Iterable[_Number]) -> tuple[_Number, ...]:

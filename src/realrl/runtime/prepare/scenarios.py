@@ -33,6 +33,8 @@ class Measured:
     """Lengths of prompts in tokens; None if each prompt has the maximum length."""
     answers: tuple[int, ...] | None = None
     """Lengths of answers in tokens; None if each answer has the maximum length."""
+    longest: int = 0
+    """Mean length of the longest answer of a step, if `answers` are only quantiles; 0 if they are all answers."""
     environment: EnvironmentTimes | None = None
     """Times of the environment; None if they are unknown."""
 
@@ -41,7 +43,11 @@ def make_scenario(experiment: Experiment, spec: ClusterSpec, measured: Measured 
     """Describe the training step of a recipe on a cluster. Raises UserError if the size of a model is unknown."""
     measured = measured or Measured()
     workload = Workload.of(
-        experiment, prompts=measured.prompts, answers=measured.answers, environment=measured.environment
+        experiment,
+        prompts=measured.prompts,
+        answers=measured.answers,
+        longest=measured.longest,
+        environment=measured.environment,
     )
     models = _open_all(experiment)
     return Scenario(
