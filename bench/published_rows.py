@@ -11,11 +11,16 @@ the pipeline bubble, as its interleaved schedule does (arXiv 2104.04473, section
 is not interleaved.
 generate: a generate call. As many rows are admitted as memory holds at their full lengths. Requests have one
 length unless the row says that their lengths vary around a published mean (`varied`).
-grpo: generation, two inference calls (old and reference log-probabilities) and training, one after the other.
+grpo: a step of GRPO under a plan with the source's layouts, as the planner simulates it in steady state.
+`generate_on` and `train_on` are [first device, number of devices]; all devices if they are missing. The devices
+that train also run inference, `inferences` times. `ahead` and `span` are the arguments of `run_ahead`. Without
+them, calls run one after another. With `ahead: 1`, a step samples the batch that the next step trains on. With
+`span`, each answer is spread over this number of steps.
 
-If only the mean length of answers is published, the lengths follow an exponential distribution up to the
-limit. Attention of training is torch's FlashAttention 2 unless the row says 3. The host is assumed to need as much
-time as with this engine.
+If only the mean length of answers is published, the lengths follow an exponential distribution up to the limit.
+The share `at_limit` of answers has the maximum length. A `pair` is a row of mode `sync` with asynchronous rows of
+the same setting, whose speed-ups are compared. Attention of training is torch's FlashAttention 2 unless the row
+says 3. The host is assumed to need as much time as with this engine.
 
     python bench/published_rows.py [--json FILE]
 """
@@ -30,15 +35,20 @@ from typing import Any
 
 from harness import Results, make_parser
 
-from realrl.dataflow.call import Call, Kind
+from realrl.dataflow.asynchrony import run_ahead
+from realrl.dataflow.call import Call, Key, Kind
+from realrl.dataflow.graph import DataflowGraph
 from realrl.families.shape import ModelShape
 from realrl.families.sizes import SHAPES
 from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.plan.plan import Plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.memory.activations import kv_cache_bytes
 from realrl.planner.memory.call_memory import MemoryModel
+from realrl.planner.simulate.estimator import estimate_plan
+from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.workload.flops import count_flops
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.planner.workload.workload import Workload
@@ -46,13 +56,12 @@ from realrl.program.memory import StoredModel
 
 PUBLISHED = Path(__file__).parent / "reference" / "published_rows.json"
 TRAIN = Call("actor.train", "actor", Kind.TRAIN, ("tokens",), work=("tokens",))
-INFER = Call("actor.inference", "actor", Kind.INFERENCE, ("tokens",), work=("tokens",))
 GENERATE = Call("actor.generate", "actor", Kind.GENERATE, ("prompts",), work=("prompts",))
 QUANTILES = 64
 FREE_SHARE = 0.95
 """Fraction of the free memory that holds keys and values in TensorRT-LLM's rows."""
-VLLM_SHARE = 0.6
-"""Fraction of the memory that vLLM uses in NeMo-RL's rows, parameters included (`gpu_memory_utilization`)."""
+SYNC = "sync"
+"""Mode of rows whose calls run one after another."""
 NO_LIMIT = 1 << 20
 """Stands for no limit on the length of answers."""
 
@@ -67,10 +76,13 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Name with system, model, devices and lengths."""
+        """Name with system, mode, model, devices and lengths."""
         r = self.of
         lengths = f"{r['sequence']:,}" if "sequence" in r else f"{r['prompt']:,} + {r['answer']:,}"
-        return f"{r['system']}, {r['model']}, {r['cluster']}, {lengths}"
+        mode = f", {r['mode']}" if "mode" in r else ""
+        spec = self.spec
+        devices = f"{spec.groups[0].device.name}:{spec.nodes}x{spec.groups[0].devices_per_node}"
+        return f"{r['system']}{mode}, {r['model']}, {devices}, {lengths}"
 
     @property
     def spec(self) -> ClusterSpec:
@@ -91,16 +103,23 @@ class Row:
         flash3 = self.of.get("flash3", False)
         return CostModel(self.spec, efficiency=Efficiency(flash2_slower=1.0) if flash3 else Efficiency())
 
-    def place(self, tokens: int, *, recompute: bool = False, tp: int | None = None) -> Placement:
-        """Place the row's strategy on all devices. With `tp`, place replicas of this tensor-parallel degree."""
-        r, size = self.of, self.spec.size
+    def place(self, tokens: int, *, recompute: bool = False) -> Placement:
+        """Place the row's strategy of training, or of its only call, on its devices."""
+        r = self.of
         strategy = Strategy(
             dp=r["dp"], tp=r["tp"], pp=r["pp"], micro_batch_tokens=tokens, recompute=recompute,
             sequence_parallel=r.get("sequence_parallel", False), zero=r.get("zero", 1),
         )  # fmt: skip
-        if tp is not None:
-            strategy = Strategy(dp=size // tp, tp=tp, micro_batch_tokens=tokens)
-        return Placement(Mesh(0, size), strategy)
+        return Placement(self.mesh("train_on"), strategy)
+
+    def place_generation(self, tokens: int) -> Placement:
+        """Place replicas of the row's tensor-parallel degree of generation on its devices."""
+        mesh, tp = self.mesh("generate_on"), self.of["generation_tp"]
+        return Placement(mesh, Strategy(dp=mesh.size // tp, tp=tp, micro_batch_tokens=tokens))
+
+    def mesh(self, name: str) -> Mesh:
+        """Devices of a field of the row, or all devices."""
+        return Mesh(*self.of.get(name, (0, self.spec.size)))
 
 
 @dataclass(frozen=True)
@@ -175,38 +194,68 @@ def predict_generation(row: Row) -> Prediction:
 
 
 def predict_grpo(row: Row) -> Prediction:
-    """Predict the seconds of a step of GRPO."""
+    """Predict the steady-state seconds of a step of GRPO."""
     r = row.of
     longest = r["longest"] - r["prompt"]
-    answers = sample_lengths(r["answer"], longest)
-    workload = Workload(r["sequences"], (r["prompt"],), answers, longest, samples=r["samples"])
-    trained = StoredModel(row.shape, "lm", "bfloat16", trained=True)
-    memory = MemoryModel(row.spec)
-    placement = row.place(1, tp=r["generation_tp"])
-    share = VLLM_SHARE * row.spec.groups[0].device.memory_bytes
-    free = share - memory.parameters(trained, placement)
+    # All answers count, not quantiles, because a synchronous step waits for the longest one.
+    limited = round(r.get("at_limit", 0.0) * r["sequences"])
+    others = r["sequences"] - limited
+    mean = (r["answer"] * r["sequences"] - limited * longest) / others
+    answers = (*sample_lengths(mean, longest, others), *[longest] * limited)
+    scenario = Scenario(
+        graph=run_ahead(build_grpo(r["inferences"], r["minibatches"]), r.get("ahead", 0), r.get("span", 1)),
+        models={"actor": StoredModel(row.shape, "lm", "bfloat16", trained=True)},
+        spec=row.spec,
+        workload=Workload(r["sequences"], (r["prompt"],), answers, longest, samples=r["samples"]),
+        cost=row.cost,
+        memory=MemoryModel(row.spec),
+    )
+    trains = row.place(r["micro_batch"], recompute=r["recompute"] > 0)
+    placements = {call.name: trains for call in scenario.graph.calls}
+    placements[GENERATE.name] = row.place_generation(count_generated_tokens(row, scenario))
+    estimate = estimate_plan(scenario, Plan(row.spec.cluster, placements))
+    terms = {name: call.seconds for name, call in estimate.calls.items()}
+    return Prediction(estimate.repeated_seconds, terms)
+
+
+def build_grpo(inferences: int, minibatches: int) -> DataflowGraph:
+    """Build the calls of a step of GRPO. Rewards take no time, so they are left out."""
+    names = [f"logprobs {i}" for i in range(inferences)]
+    work = ("sequences",)
+    calls = [
+        replace(GENERATE, outputs=work),
+        *(Call(f"actor.{name}", "actor", Kind.INFERENCE, work, (name,), work=work) for name in names),
+        Call("actor.train", "actor", Kind.TRAIN, (*work, *names), work=work, minibatches=minibatches),
+    ]
+    keys = [Key("prompts", "int64"), Key("sequences", "int64")]
+    return DataflowGraph(calls, keys + [Key(name, "float32", "sequences") for name in names])
+
+
+def count_generated_tokens(row: Row, scenario: Scenario) -> int:
+    """Count the tokens of a replica's cache, as the planner counts them.
+
+    The planner admits rows as if each answer had half of the maximum length. Other engines admit rows by the tokens
+    that they have. So the cache counts as larger if the mean answer is shorter than half of the maximum.
+    """
+    r = row.of
+    model, half = scenario.models["actor"], scenario.workload.max_new_tokens // 2
+    share = r["memory_share"] * row.spec.groups[0].device.memory_bytes
+    free = share - scenario.memory.parameters(model, row.place_generation(1))
     each = kv_cache_bytes(
         LocalSizes(row.shape, "lm", r["generation_tp"]), tokens=1, layers=row.shape.layers, element_bytes=2
     )
-    terms: Counter[str] = Counter()
-    generation = row.place(int(free / each), tp=r["generation_tp"])
-    terms["generate"] = row.cost.call(GENERATE, trained, generation, workload).seconds
-    train = replace(TRAIN, minibatches=r["minibatches"])
-    terms["inference"] = 2 * row.cost.call(INFER, trained, row.place(r["micro_batch"]), workload).seconds
-    terms["train"] = sum(_mix(row, train, workload, r["micro_batch"]).values())
-    return Prediction(sum(terms.values()), terms)
+    tokens = int(free / each * max(1.0, half / r["answer"]))
+    return min(tokens, r["rows"] * (r["prompt"] + half)) if "rows" in r else tokens
 
 
-def sample_lengths(mean: float, longest: int) -> tuple[int, ...]:
+def sample_lengths(mean: float, longest: int, count: int = QUANTILES) -> tuple[int, ...]:
     """Compute quantiles of an exponential distribution with this mean, cut at the longest."""
     low, high = 1.0, 1e7
     for _ in range(100):
         scale = (low * high) ** 0.5
         cut = scale * (1 - exp(-longest / scale))
         low, high = (scale, high) if cut < mean else (low, scale)
-    return tuple(
-        max(1, min(longest, round(-scale * log(1 - (i + 0.5) / QUANTILES)))) for i in range(QUANTILES)
-    )
+    return tuple(max(1, min(longest, round(-scale * log(1 - (i + 0.5) / count)))) for i in range(count))
 
 
 def compare(row: Row) -> dict[str, Any]:
@@ -220,7 +269,23 @@ def compare(row: Row) -> dict[str, Any]:
         "error": round(prediction.value / row.of["value"] - 1, 4),
         "terms": {name: round(seconds, 3) for name, seconds in prediction.terms.items() if seconds},
         "note": row.of.get("note"),
+        "pair": row.of.get("pair"),
+        "mode": row.of.get("mode"),
     }
+
+
+def order(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Compare each asynchronous row with the synchronous row of its pair."""
+    sync = {one["pair"]: one for one in found if one["mode"] == SYNC}
+    return [
+        {
+            "pair": one["pair"],
+            "mode": one["mode"],
+            **{name: round(sync[one["pair"]][name] / one[name], 3) for name in ("published", "predicted")},
+        }
+        for one in found
+        if one["pair"] and one["mode"] != SYNC
+    ]
 
 
 def render(found: list[dict[str, Any]]) -> list[str]:
@@ -235,16 +300,31 @@ def render(found: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def render_order(ordered: list[dict[str, Any]]) -> list[str]:
+    """Format the table of speed-ups by asynchrony."""
+    lines = [
+        "| setting | asynchrony | published speed-up | predicted speed-up | order |",
+        "|---|---|---|---|---|",
+    ]
+    for one in ordered:
+        right = (one["published"] > 1) == (one["predicted"] > 1)
+        speeds = f"{one['published']:.2f} × | {one['predicted']:.2f} ×"
+        lines.append(f"| {one['pair']} | {one['mode']} | {speeds} | {'right' if right else 'wrong'} |")
+    return lines
+
+
 def main() -> None:
     arguments = make_parser(__doc__).parse_args()
     found = [compare(row) for row in read_rows()]
+    ordered = order(found)
     print("\n".join(render(found)))
+    print("\n".join(["", *render_order(ordered), ""]))
     errors = sorted(abs(one["error"]) for one in found)
     print(
         f"{sum(error <= 0.2 for error in errors)} of {len(errors)} within 20 %; median"
         f" {errors[len(errors) // 2]:.1%}, mean {sum(errors) / len(errors):.1%}"
     )
-    Results(arguments.json).add("published rows", {"rows": found})
+    Results(arguments.json).add("published rows", {"rows": found, "order": ordered})
 
 
 if __name__ == "__main__":

@@ -26,13 +26,30 @@ def test_decoding_is_predicted_well_and_every_larger_error_has_a_note(bench) -> 
     assert sum(abs(one["error"]) <= 0.2 for _, one in found) >= 14
 
 
+def test_every_pair_of_synchronous_and_asynchronous_rows_is_predicted_in_the_published_order(bench) -> None:
+    rows = [row for row in bench.read_rows() if "pair" in row.of]
+    assert {row.of["system"].split()[0] for row in rows} == {"NeMo-RL", "verl", "AReaL"}
+    found = bench.order([bench.compare(row) for row in rows])
+    assert len(found) == len(rows) - len({row.of["pair"] for row in rows})
+    for one in found:
+        assert (one["published"] > 1) == (one["predicted"] > 1), one
+
+
+def test_asynchronous_rows_generate_and_train_on_different_devices(bench) -> None:
+    for row in bench.read_rows():
+        if "ahead" in row.of:
+            trains, generates = row.mesh("train_on"), row.mesh("generate_on")
+            assert not trains.overlaps(generates), row.name
+            assert trains.size + generates.size == row.spec.size, row.name
+
+
 def test_every_row_names_its_source_and_setting(bench) -> None:
     for row in bench.read_rows():
         assert row.of["source"].startswith("https://"), row.name
         assert (
             row.of["settings"]
             and row.of["published"]
-            and row.spec.size == row.of["dp"] * row.of["tp"] * row.of["pp"]
+            and row.mesh("train_on").size == row.of["dp"] * row.of["tp"] * row.of["pp"]
         )
 
 
