@@ -197,16 +197,19 @@ def predict_grpo(row: Row) -> Prediction:
     """Predict the steady-state seconds of a step of GRPO."""
     r = row.of
     longest = r["longest"] - r["prompt"]
-    # All answers count, not quantiles, because a synchronous step waits for the longest one.
     limited = round(r.get("at_limit", 0.0) * r["sequences"])
     others = r["sequences"] - limited
     mean = (r["answer"] * r["sequences"] - limited * longest) / others
     answers = (*sample_lengths(mean, longest, others), *[longest] * limited)
+    # All answers count, not a sample of them: few of them take much of the time.
+    workload = Workload(
+        r["sequences"], (r["prompt"],), answers, longest, samples=r["samples"], longest=max(answers)
+    )
     scenario = Scenario(
         graph=run_ahead(build_grpo(r["inferences"], r["minibatches"]), r.get("ahead", 0), r.get("span", 1)),
         models={"actor": StoredModel(row.shape, "lm", "bfloat16", trained=True)},
         spec=row.spec,
-        workload=Workload(r["sequences"], (r["prompt"],), answers, longest, samples=r["samples"]),
+        workload=workload,
         cost=row.cost,
         memory=MemoryModel(row.spec),
     )

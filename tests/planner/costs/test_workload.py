@@ -26,6 +26,8 @@ def test_quantiles_keep_the_mean_and_the_spread() -> None:
     assert len(sample) == QUANTILES and list(sample) == sorted(sample)
     assert sum(sample) / QUANTILES == pytest.approx(sum(lengths) / 4000, rel=1e-3)
     assert quantiles(lengths[::-1]) == sample
+    times = [0.1] * 90 + [7.0]
+    assert sum(quantiles(times)) / QUANTILES == pytest.approx(sum(times) / 91)
 
 
 def test_the_longest_of_several_draws_is_expected() -> None:
@@ -33,7 +35,7 @@ def test_the_longest_of_several_draws_is_expected() -> None:
     assert expect_longest([20, 10], 2) == round(0.25 * 10 + 0.75 * 20)
     assert expect_longest([10, 20], 1) == 15 and expect_longest([7], 100) == 7
     rare = [100] * 999 + [9000]
-    assert max(quantiles(rare)) == 100 and 9000 > expect_longest(rare, 4000) > 8500
+    assert max(quantiles(rare)) < 1000 and 9000 > expect_longest(rare, 4000) > 8500
 
 
 def test_prompts_and_answers_are_paired_without_correlation_or_loss() -> None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Self, TypeVar
 
+import numpy as np
+
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.families.shape import ModelShape
@@ -148,7 +150,7 @@ class CallWork:
 
 @dataclass(frozen=True)
 class Workload:
-    """Items of a step. Lengths are sorted samples of at most `QUANTILES` quantiles of their distribution."""
+    """Items of a step. Lengths are sorted samples of their distribution, of at most `QUANTILES` numbers."""
 
     items: int
     """Items per step: records (`data.batch`) times samples per record."""
@@ -299,8 +301,8 @@ def expect_longest(lengths: Iterable[int], count: int) -> int:
 
 
 def quantiles(lengths: Iterable[_Number]) -> tuple[_Number, ...]:
-    """Reduce lengths, or other numbers, to a sorted sample of at most `QUANTILES` numbers: the middles of equal
-    parts of the sorted numbers.
+    """Reduce lengths, or other numbers, to a sorted sample of at most `QUANTILES` numbers: the means of equal parts
+    of the sorted numbers. The sample has the mean of all numbers.
 
     If all numbers are equal, the sample is a single number. Raises ValueError if there are none.
     """
@@ -311,4 +313,9 @@ def quantiles(lengths: Iterable[_Number]) -> tuple[_Number, ...]:
         return (ordered[0],)
     if len(ordered) <= QUANTILES:
         return tuple(ordered)
-    return tuple(ordered[(2 * i + 1) * len(ordered) // (2 * QUANTILES)] for i in range(QUANTILES))
+    sums = np.concatenate([[0.0], np.cumsum(ordered)])
+    # A number at the border of two parts counts in both, in proportion.
+    borders = np.linspace(0, len(ordered), QUANTILES + 1)
+    means = np.diff(np.interp(borders, np.arange(len(sums)), sums)) * QUANTILES / len(ordered)
+    whole = isinstance(ordered[0], int)
+    return tuple(type(ordered[0])(round(mean) if whole else mean) for mean in means.tolist())
