@@ -22,7 +22,7 @@ Runs that FILE already holds are not measured again.
 import os
 import statistics
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,8 +66,8 @@ def list_cases(name: str, objectives: Iterable[str]) -> dict[str, list[str]]:
     """List the overrides of a demo's recipe by the name of the case."""
     section = DEMOS[name].section
     cases: dict[str, list[str]] = {"synchronous": []}
-    for stale, settings in STALENESS.items():
-        for objective in objectives:
+    for objective in objectives:
+        for stale, settings in STALENESS.items():
             own = OBJECTIVES[objective]
             changed = [f"asynchrony.{one}" for one in settings] + [f"{section}.{one}" for one in own]
             if objective == "uncorrected":
@@ -99,17 +99,16 @@ def main() -> None:
     results = Results(arguments.json)
     os.environ["OMP_NUM_THREADS"] = "1"
     with ThreadPoolExecutor(arguments.at_once) as pool:
-        runs = {
-            (name, case, seed): pool.submit(
-                measure, name, changed, seed, arguments.runs / f"{name}-{number}-{seed}"
-            )
-            for name in arguments.demos
-            for seed in arguments.seeds
-            for number, (case, changed) in enumerate(list_cases(name, arguments.objectives).items())
-            if f"{name}, {case}, seed {seed}" not in results.cases
-        }
-        for (name, case, seed), run in runs.items():
-            results.add(f"{name}, {case}, seed {seed}", {"value": run.result()})
+        runs: dict[Future[float], str] = {}
+        for name in arguments.demos:
+            for case, changed in list_cases(name, arguments.objectives).items():
+                for seed in arguments.seeds:
+                    full = f"{name}, {case}, seed {seed}"
+                    run = arguments.runs / full.replace(", ", "-").replace(" ", "-")
+                    if full not in results.cases:
+                        runs[pool.submit(measure, name, changed, seed, run)] = full
+        for done in as_completed(runs):
+            results.add(runs[done], {"value": done.result()})
     for name in arguments.demos:
         before = None
         for case in list_cases(name, arguments.objectives):

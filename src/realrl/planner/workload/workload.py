@@ -294,7 +294,7 @@ def _environment_work(experiment: Experiment, times: EnvironmentTimes | None) ->
 
 
 def expect_longest(lengths: Iterable[int], count: int) -> int:
-    """Compute the expected value of the largest of `count` numbers, each drawn from these with equal probability."""
+    """Compute the expected value of the largest of `count` numbers, each drawn from these at random."""
     ordered = sorted(lengths)
     below = [(i / len(ordered)) ** count for i in range(len(ordered) + 1)]
     return round(sum(n * (high - low) for n, low, high in zip(ordered, below[:-1], below[1:], strict=True)))
