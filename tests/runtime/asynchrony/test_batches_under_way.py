@@ -6,11 +6,14 @@ from typing import Any
 import pytest
 
 from realrl.cli.app import run_app
+from realrl.cli.monitoring.timeline import find_last_step
+from realrl.program.trace_file import read_rank_traces
 from realrl.runtime.step import TrainingSteps
 from realrl.runtime.supervision.batches import BatchProgress
+from realrl.testing.ranks import run_on_ranks
 from tests.conftest import World
 from tests.runtime.asynchrony.test_ahead_resume import SAVING
-from tests.runtime.asynchrony.test_ahead_runs import write_recipe
+from tests.runtime.asynchrony.test_ahead_runs import part, write_recipe
 from tests.runtime.checkpoints.interrupted import interrupt
 
 TOKENS = 12
@@ -101,3 +104,22 @@ def test_heartbeats_say_how_far_batches_are(
 def test_a_synchronous_run_has_no_batches_under_way(world: World, tmp_path: Path, published: Found) -> None:
     assert run_app(["train", str(write_recipe(world, tmp_path, "grpo", 0))]) == 0
     assert set(map(len, published.values())) == {0}
+    assert all("batches" not in event["args"] for event in read_rank_traces(tmp_path / "run")[0])
+
+
+def test_a_trace_names_the_step_and_the_batches_of_each_call(world: World, tmp_path: Path) -> None:
+    settings = {"staleness": 2, "partial": True}
+    recipe = part(write_recipe(world, tmp_path, "grpo", 0, asynchrony=settings, training__steps=6))
+    run_on_ranks(2, [recipe])
+    traces = read_rank_traces(tmp_path / "run")
+
+    def batches(rank: int, call: str) -> dict[int, list[int]]:
+        found = (event for event in traces[rank] if event["name"].split()[:2] == ["run", call])
+        return {of["args"]["step"]: of["args"]["batches"] for of in found if "batches" in of["args"]}
+
+    # Steps and batches count from 0. Steps before the first one only sample, and the last step samples nothing.
+    assert batches(0, "actor.train") == {step: [step] for step in range(6)}
+    middle = {step: [step + 1, step + 2] for step in range(-1, 4)}
+    assert batches(1, "actor.generate") == {-2: [0], **middle, 4: [5]}
+    last = find_last_step(tmp_path / "run", {})
+    assert last is not None and (last.step, last.ranks) == (6, 2)
