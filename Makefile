@@ -3,6 +3,8 @@ VENV ?= .venv
 PIP_ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+# The model that imitates answers to sums, from which `make demo-grpo` and `make demo-async` start.
+IMITATOR := runs/demo_grpo/sft/summary.json
 # `make gpu-check READY= RUN=python3` uses an interpreter that already has the dependencies, and installs nothing.
 READY ?= $(STAMP)
 RUN ?= $(BIN)/python
@@ -14,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # One more than there are cores, at most 4: many tests wait for processes that wait for each other.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, (os.cpu_count() or 1) + 1))')
 
-.PHONY: demo demo-grpo demo-agent plan-demo docs test test-all lint format venv gpu-check gpu-bench bench clean
+.PHONY: demo demo-grpo demo-async demo-agent plan-demo docs test test-all lint format venv gpu-check gpu-bench bench clean
 
 demo: $(STAMP)  ## RLHF on real human ratings, end to end
 	$(BIN)/python demo/prepare.py
@@ -24,12 +26,18 @@ demo: $(STAMP)  ## RLHF on real human ratings, end to end
 	$(BIN)/realrl train recipes/demo/ppo.yaml
 	$(BIN)/realrl report runs/demo/sft runs/demo/reward runs/demo/ppo --out runs/demo
 
-demo-grpo: $(STAMP)  ## GRPO with a verifier: a small model finds out how to add
+demo-grpo: $(IMITATOR)  ## GRPO with a verifier: a small model finds out how to add
+	$(BIN)/realrl train recipes/demo_grpo/grpo.yaml
+	$(BIN)/realrl report runs/demo_grpo/sft runs/demo_grpo/grpo --out runs/demo_grpo
+
+demo-async: $(IMITATOR)  ## the same on two processes: one generates while the other one trains
+	$(BIN)/realrl train recipes/demo_grpo/asynchronous.yaml
+	$(BIN)/realrl report runs/demo_grpo/sft runs/demo_async/grpo --out runs/demo_async
+
+$(IMITATOR): demo/arithmetic.py recipes/demo_grpo/sft.yaml | $(STAMP)
 	$(BIN)/python demo/arithmetic.py
 	$(BIN)/realrl tokenizer data/demo_grpo/answers.jsonl --out data/demo_grpo/tokenizer --vocab-size 259 --overwrite
 	$(BIN)/realrl train recipes/demo_grpo/sft.yaml
-	$(BIN)/realrl train recipes/demo_grpo/grpo.yaml
-	$(BIN)/realrl report runs/demo_grpo/sft runs/demo_grpo/grpo --out runs/demo_grpo
 
 demo-agent: $(STAMP)  ## GRPO in an environment: a small model finds out how to guess a letter in four turns
 	$(BIN)/python demo/guessing.py
@@ -89,4 +97,4 @@ $(STAMP): pyproject.toml
 
 clean:
 	find src -name "*.nb[ci]" -delete
-	rm -rf $(VENV) site runs/demo runs/demo_grpo runs/plan-demo data/demo data/demo_grpo
+	rm -rf $(VENV) site runs/demo runs/demo_grpo runs/demo_async runs/plan-demo data/demo data/demo_grpo

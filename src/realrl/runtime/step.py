@@ -31,7 +31,14 @@ from realrl.runtime.measure.step_timer import StepTimer
 from realrl.runtime.prepare.job import Job, SampledStep
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.store import Store
-from realrl.runtime.worker.worker import BatchUnderWay, StepInput, StepWatch, Worker
+from realrl.runtime.worker.worker import (
+    BatchUnderWay,
+    StepInput,
+    StepWatch,
+    Worker,
+    goes_on,
+    list_output_items,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,15 +222,31 @@ class TrainingSteps:
                 restored.store.put(key, items, Ragged.of([values[item] for item in items], dtype=dtype))
                 if graph.keys[key].length == "own":
                     restored.store.lengths[key] = tuple(len(values[item]) for item in items)
+            self._restore_progress(restored, batch["step"] - done)
             if self._process.rank == WRITER:
                 restored.metrics = {
                     call: Metrics.from_plain(plain) for call, plain in batch["metrics"].items()
                 }
         return 0
 
+    def _restore_progress(self, batch: TrainingBatch, ahead: int) -> None:
+        """Restore how far the calls of this rank are with a batch that is trained on `ahead` steps later."""
+        sampling, rank = self._describe_sampling(), self._process.rank
+        for call in self._job.train.graph.calls:
+            if call.begins_ahead <= ahead:
+                continue
+            going_on = 0
+            if call.span > 1:
+                _, tokens = sampling[call.name]
+                items = list_output_items(batch.store, call, rank)
+                going_on = sum(goes_on(batch.store, call, item, tokens) for item in items)
+            parts = min(call.begins_ahead - ahead, call.span)
+            batch.count_call(call, rank, parts=parts, going_on=going_on)
+
     def drop_batches(self) -> None:
         """Drop all batches under way. The next step samples new ones first."""
         self.under_way.clear()
+        self._process.activity.batches = []
 
     def _begin_batch(self, step: int, prompts: list[int]) -> None:
         """Begin the batch that is trained on in `step`. `prompts`: numbers of its records."""

@@ -19,7 +19,9 @@ from realrl.program.trace_file import make_event
 from realrl.runtime.supervision.run_end import KEPT_NOTES, NOTES, NoteFile, read_notes
 from tests.cli.monitoring.test_status import DAMAGED
 from tests.cli.monitoring.written_runs import (
+    CALLS,
     add_steps,
+    make_batch,
     write_checkpoint,
     write_rank,
     write_run,
@@ -96,6 +98,28 @@ def test_the_page_has_what_the_run_says(run: Path) -> None:
             {"prompt": "A", "completion": HOSTILE, "numbers": {"score": 1.5}}
         ]
         assert client.read("/api/samples", step=31) == []
+
+
+def test_the_page_shows_the_batches_under_way(run: Path) -> None:
+    with served(run) as client:
+        assert client.read("/api/run")["status"]["batches"] == []
+        write_rank(run, 0, batches=[make_batch(42, parts=1, rows=256, going_on=30)])
+        assert client.read("/api/run")["status"]["batches"] == [
+            {
+                "batch": "42",
+                "done": "actor.generate 1 of 2 parts",
+                "going_on": "30 of 256",
+                "age": "1 step",
+            }
+        ]
+
+
+def test_the_timeline_names_the_batches_of_a_call(run: Path) -> None:
+    with served(run) as client:
+        assert "batch\t" not in client.read("/api/step")["plot"]
+        ahead = make_event(0, f"run        {CALLS[0]}", 5e15, 1e6, {"step": 39, "batches": [40, 41]})
+        write_step(run, extra=[ahead])
+        assert "batch\t41 and 42" in client.read("/api/step")["plot"]
 
 
 def test_samples_of_an_environment_have_their_turns(run: Path) -> None:

@@ -12,10 +12,12 @@ import pytest
 from realrl.cli.app import run_app
 from realrl.cli.monitoring.status import format_duration, format_status, read_status
 from realrl.runtime.output.rundir import HISTORY, add_start, describe_start
+from realrl.runtime.supervision.batches import CallProgress
 from realrl.runtime.supervision.run_end import RESTARTING, write_end
 from tests.cli.monitoring.written_runs import (
     GONE,
     format_line,
+    make_batch,
     write_checkpoint,
     write_rank,
     write_run,
@@ -190,6 +192,30 @@ def test_a_directory_that_holds_no_run_is_refused(
     for command in ("status", "watch"):
         assert run_app([command, str(tmp_path / name)]) == 2
         assert capsys.readouterr().err.startswith(f"realrl: {tmp_path / name}")
+
+
+def test_batches_under_way_say_how_far_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run")
+    write_rank(run, 0)
+    assert "answers go on" not in print_status(run, capsys)
+    reward = {"reward.function": vars(CallProgress(order=1, parts=1, span=1, rows=256))}
+    ready = make_batch(41, parts=2)
+    ready["calls"] |= reward
+    first = [ready, make_batch(42, parts=1, going_on=30), make_batch(43, parts=0)]
+    # The heartbeat of rank 1 is older: batch 40 was under way, and batch 43 had not begun.
+    second = [make_batch(40, parts=2), make_batch(41, parts=2), make_batch(42, parts=1, going_on=7)]
+    write_rank(run, 0, batches=first, works_on=[42, 43])
+    write_rank(run, 1, batches=[*second, {"step": 44}, 3, {**ready, "step": "44"}])
+    text = print_status(run, capsys)
+    assert [line.rstrip() for line in text.splitlines() if line[:2] in ("ba", "41", "42", "43")] == [
+        "batch  done                                          answers go on  age",
+        "41     actor.generate 2 of 2 parts, reward.function  0 of 256       2 steps",
+        "42     actor.generate 1 of 2 parts                   37 of 256      1 step",
+        "43     nothing yet                                                  0 steps",
+    ]
+    assert "on d2 t1 p1 @0-1 mb=8192, batches 42 and 43\n" in text
+    write_rank(run, 1, batches=second[:2])
+    assert "actor.generate 1 of 2 parts (128 of 256 rows)  30 of 128      1 step" in print_status(run, capsys)
 
 
 DAMAGED = ("", "{", "[]", "3", "null", '{"a": NaN}', "[" * 5000, '{"traceEvents": 3}', "\x00\x1b[2J")

@@ -12,6 +12,7 @@ from realrl.checkpoint.manifest import MANIFEST
 from realrl.program.trace_file import Event, PredictedMemory, PredictedStep, make_event, write_rank_trace
 from realrl.recipe.registry import find_algorithm
 from realrl.runtime.output.algorithm_record import AlgorithmRecord
+from realrl.runtime.supervision.batches import BatchProgress, CallProgress
 from realrl.runtime.supervision.heartbeat import RANKS, Heartbeat, name_status_file
 
 GIB = 1 << 30
@@ -52,6 +53,13 @@ def add_steps(path: Path, steps: Sequence[int]) -> None:
 
 def format_line(step: int, kind: str, seconds: float, metrics: dict[str, float | None]) -> str:
     return json.dumps({"step": step, "kind": kind, "seconds": seconds, "metrics": metrics}) + "\n"
+
+
+def make_batch(step: int, *, parts: int, rows: int = 128, going_on: int = 0) -> dict[str, Any]:
+    """Make a rank's progress with a batch of 256 items, of which it has generated `rows` in 2 parts."""
+    generate = CallProgress(order=0, parts=parts, span=2, rows=rows, going_on=going_on)
+    calls = {"actor.generate": generate} if parts else {}
+    return BatchProgress(step=step, weights=step - 3, size=256, calls=calls).to_json()
 
 
 def write_rank(path: Path, rank: int, *, ago: float = 0.0, **changes: Any) -> None:

@@ -13,7 +13,7 @@ from realrl import __version__
 from realrl.checkpoint.saved import BEST, METRICS, list_checkpoints
 from realrl.cli.monitoring.metrics import MetricPart, find_metric, list_costs, read_part
 from realrl.cli.monitoring.server import Query, Reply, Route
-from realrl.cli.monitoring.status import describe_activity, read_algorithm, read_status
+from realrl.cli.monitoring.status import describe_activity, describe_batches, read_algorithm, read_status
 from realrl.cli.monitoring.timeline import LEGEND, draw_last_step
 from realrl.cli.page.timeline import find_template
 from realrl.cli.page.trajectory import FAILED, NUMBERS, SAMPLED, WRITTEN, has_failed, read_parts
@@ -77,6 +77,7 @@ class RunPage:
             {**rank, "does": describe_activity(whole)}
             for rank, whole in zip(found["ranks"][:_RANKS], status.ranks, strict=False)
         ]
+        found["batches"] = [batch._asdict() for batch in describe_batches(status)]
         return Reply.of_json(
             {
                 "status": found,

@@ -3,12 +3,13 @@
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import isfinite
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from realrl.checkpoint.saved import BEST, CONFIG, METRICS, SUMMARY, list_checkpoints
 from realrl.cli.monitoring.metrics import MetricLine, describe_speed, find_metric, read_last, read_speed
@@ -23,6 +24,7 @@ from realrl.runtime.measure.metric_names import IDLE_RANK
 from realrl.runtime.output.algorithm_record import RECORD, AlgorithmRecord
 from realrl.runtime.output.rundir import HISTORY, read_history
 from realrl.runtime.output.untaught import UntaughtSteps
+from realrl.runtime.supervision.batches import BatchProgress, merge_progress
 from realrl.runtime.supervision.heartbeat import Heartbeat, read_statuses
 from realrl.runtime.supervision.run_end import RESTARTING, RunEnd
 
@@ -109,10 +111,25 @@ class RunStatus:
     ranks: tuple[Heartbeat, ...]
     silent: tuple[int, ...]
     """Ranks of a running run that send no heartbeats."""
+    batches: tuple[BatchProgress, ...]
+    """Batches under way, if sampling runs ahead."""
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values."""
         return asdict(self)
+
+
+class DescribedBatch(NamedTuple):
+    """Texts about a batch under way."""
+
+    batch: str
+    """Step that trains on the batch."""
+    done: str
+    """Calls that have worked on it."""
+    going_on: str
+    """How many answers the next step continues; empty if a single step samples the batch."""
+    age: str
+    """Number of finished training steps since the weights that sampled its first tokens."""
 
 
 def check_run(directory: str) -> Path:
@@ -173,6 +190,7 @@ def read_status(path: Path, now: float | None = None) -> RunStatus:
         restarts=max([len(starts) - 1, 0, *(rank.restart for rank in ranks)]),
         ranks=ranks,
         silent=silent,
+        batches=_list_batches(ranks, step),
     )
 
 
@@ -181,6 +199,20 @@ def _read_ranks(path: Path) -> tuple[Heartbeat, ...]:
     found = read_statuses(path).values()
     begun = max((rank.started for rank in found), default=0.0)
     return tuple(rank for rank in found if rank.time > begun - FRESH)
+
+
+def _list_batches(ranks: Sequence[Heartbeat], step: int) -> tuple[BatchProgress, ...]:
+    """List the batches that are not trained on after `step` steps. Damaged entries are left out."""
+
+    def read(rank: Heartbeat) -> Iterator[BatchProgress]:
+        for found in rank.batches:
+            with suppress(ValueError):
+                batch = BatchProgress.parse(found)
+                # The heartbeat of another rank may be older.
+                if batch.step > step:
+                    yield batch
+
+    return merge_progress(map(read, ranks))
 
 
 def _find_state(
@@ -363,6 +395,8 @@ def format_status(found: RunStatus) -> str:
         ("restarts", str(found.restarts) if found.restarts else ""),
     ]
     lines = [f"{name:<11} {text}" for name, text in rows if text]
+    if found.batches:
+        lines += ["", *_list_batch_rows(found)]
     if found.ranks:
         lines += ["", *_list_ranks(found)]
     if len(found.ranks) > _MOST_RANKS:
@@ -445,6 +479,38 @@ def _describe_checkpoint(found: RunStatus) -> str:
     return f"{found.checkpoint.path}, {format_duration(found.time - found.checkpoint.time)} ago"
 
 
+def describe_batches(found: RunStatus) -> list[DescribedBatch]:
+    """Describe the batches under way."""
+    described = []
+    for batch in found.batches:
+        done, answers = [], []
+        for name, call in batch.calls.items():
+            parts = f" {call.parts} of {call.span} parts" if call.span > 1 else ""
+            # Some ranks may not have finished the call yet.
+            done.append(
+                name + parts + (f" ({call.rows} of {batch.size} rows)" if call.rows < batch.size else "")
+            )
+            if call.span > 1:
+                answers.append(f"{call.going_on} of {call.rows}")
+        age = found.step - batch.weights
+        described.append(
+            DescribedBatch(
+                str(batch.step),
+                ", ".join(done) or "nothing yet",
+                ", ".join(answers),
+                f"{age} step{'s' * (age != 1)}",
+            )
+        )
+    return described
+
+
+def _list_batch_rows(found: RunStatus) -> list[str]:
+    """Format a table of the batches under way. Answers go on only if a batch is sampled in parts."""
+    rows = [DescribedBatch("batch", "done", "answers go on", "age"), *describe_batches(found)]
+    used = [i for i in range(4) if any(row[i] for row in rows[1:])]
+    return align_columns([[row[i] for i in used] for row in rows])
+
+
 def _list_ranks(found: RunStatus) -> list[str]:
     """Format a table of the ranks. Empty columns are left out."""
     rows: list[tuple[str, ...]] = [("rank", "host", "memory", "peak", "device", "idle", "for", "does")]
@@ -471,6 +537,8 @@ def describe_activity(rank: Heartbeat) -> str:
     parts = [rank.doing if rank.phase is None else f"{rank.doing} ({rank.phase})"]
     if rank.instruction:
         parts.append(" ".join(rank.instruction.split()))
+    if rank.works_on:
+        parts.append(f"batch{'es' * (len(rank.works_on) > 1)} {' and '.join(map(str, rank.works_on))}")
     if rank.function:
         parts.append(f"in {rank.function}")
     return ", ".join(parts)

@@ -191,7 +191,7 @@ def _box(
         look += " failed"
     title = " ".join(event["name"].split())
     facts = [("takes", seconds), ("from", f"{start:.3f} s"), ("to", f"{end:.3f} s")]
-    facts += [("on", f"{row.name}, {row.detail}"), ("error", error)]
+    facts += [("on", f"{row.name}, {row.detail}"), ("batch", _name_batches(event)), ("error", error)]
     return DrawnBox(
         x=100 * max(0.0, start) / whole,
         width=100 * (end - start) / whole,
@@ -202,6 +202,13 @@ def _box(
         labels=labels,
         tip=make_tip(title, facts),
     )
+
+
+def _name_batches(event: Event) -> str:
+    """Name the batches on which a slice works, if sampling runs ahead, by the steps that train on them."""
+    batches = event["args"].get("batches")
+    numbers = batches if isinstance(batches, list) else []
+    return " and ".join(str(number + 1) for number in numbers if isinstance(number, int))
 
 
 def _choose_colours(rows: Sequence[_Row]) -> dict[str, str]:

@@ -8,9 +8,9 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Self, get_args, get_origin
 
@@ -74,6 +74,11 @@ class Heartbeat:
     """Instruction that is being executed, in the text form of `programs/`."""
     call: str | None = None
     """Call to which the instruction belongs."""
+    works_on: list[int] = field(default_factory=list)
+    """Batches on which the instruction works, if sampling runs ahead: the steps that train on them, counted from
+    1."""
+    batches: list[dict[str, Any]] = field(default_factory=list)
+    """Batches under way, if sampling runs ahead: JSON values of `BatchProgress` with the work of this rank."""
     since: float = 0.0
     """When the current instruction, or the current part of the run, began."""
     function: str | None = None
@@ -121,10 +126,10 @@ class Heartbeat:
         found = json.loads(text)
         if not isinstance(found, dict):
             raise ValueError("a heartbeat is a JSON object")
-        known = {field.name: found[field.name] for field in fields(cls) if field.name in found}
-        for field in fields(cls):
-            if field.name in known and not _fits(known[field.name], field.type):
-                raise ValueError(f"{field.name} is {known[field.name]!r}")
+        known = {of.name: found[of.name] for of in fields(cls) if of.name in found}
+        for of in fields(cls):
+            if of.name in known and not _fits(known[of.name], of.type):
+                raise ValueError(f"{of.name} is {known[of.name]!r}")
         try:
             return cls(**known)
         except TypeError as error:
@@ -134,6 +139,8 @@ class Heartbeat:
 def _fits(value: object, kind: Any) -> bool:
     if get_origin(kind) is Literal:
         return value in get_args(kind)
+    if get_origin(kind) is list:
+        return isinstance(value, list)
     return isinstance(value, int | float if kind is float else kind)
 
 
@@ -158,6 +165,7 @@ class Activity(Heartbeat):
         """Begin another part of the run."""
         self.progress += 1
         self.doing = doing
+        self.works_on = []
         self._set(None, None, 0, 0)
 
     @contextmanager
@@ -168,11 +176,19 @@ class Activity(Heartbeat):
         yield
         self.enter(before)
 
-    def begin(self, instruction: str, call: str | None, order: int, position: int) -> None:
+    def begin(
+        self,
+        instruction: str,
+        call: str | None,
+        order: int,
+        position: int,
+        works_on: Sequence[int] = (),
+    ) -> None:
         """Begin the instruction at `position` of this rank's program.
 
-        `order`: position of its call in the graph.
+        `order`: position of its call in the graph. `works_on`: batches of the instruction, if sampling runs ahead.
         """
+        self.works_on = [*works_on]
         self._set(" ".join(instruction.split())[:_LONGEST], call, order, position)
 
     def _set(self, instruction: str | None, call: str | None, order: int, position: int) -> None:
@@ -207,7 +223,7 @@ class Activity(Heartbeat):
 
     def describe(self) -> Heartbeat:
         """Create a heartbeat without counting it."""
-        values = {field.name: getattr(self, field.name) for field in fields(Heartbeat)}
+        values = {of.name: getattr(self, of.name) for of in fields(Heartbeat)}
         functions, times, now = self._functions.copy(), os.times(), time.time()
         values |= {"time": now, "cpu_seconds": times.user + times.system}
         if functions:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -41,15 +41,20 @@ class Functions:
         self._running: dict[str, Future[Returned]] = {}
 
     def start(
-        self, run: Run, function: str, method: FunctionMethod, inputs: FunctionInput, step: int
+        self,
+        run: Run,
+        function: str,
+        method: FunctionMethod,
+        inputs: FunctionInput,
+        details: Mapping[str, object],
     ) -> None:
         """Queue a call in the thread of its function. `function`: the function's reference, such as
-        FILE.py:NAME."""
+        FILE.py:NAME. `details` of the call's slice in the trace."""
         future = self._running[run.call] = Future[Returned]()
 
         def task() -> None:
             try:
-                traced = self._trace.slice(format_instruction(run), host=True, step=step)
+                traced = self._trace.slice(format_instruction(run), host=True, **details)
                 with traced, self._activity.run_function(function), torch.no_grad():
                     start = time.monotonic()
                     outputs, metrics = method.call(inputs)

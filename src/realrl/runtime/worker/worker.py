@@ -52,6 +52,7 @@ from realrl.runtime.measure.step_timer import StepTimer
 from realrl.runtime.measure.work_done import WorkDone, count_generation, read_passes
 from realrl.runtime.prepare.environments import Environments
 from realrl.runtime.processes.process import Process
+from realrl.runtime.supervision.batches import BatchProgress, CallProgress
 from realrl.runtime.worker.exchange import Exchange
 from realrl.runtime.worker.functions import Functions
 from realrl.runtime.worker.leading import TurnSettings
@@ -103,6 +104,24 @@ class BatchUnderWay:
     metrics: dict[str, Metrics] = field(default_factory=dict)
     """Metrics by call. The rank that writes has the metrics of all calls that have run. Other ranks have those of
     the calls that they run."""
+    calls: dict[str, CallProgress] = field(default_factory=dict)
+    """How far the calls of this rank are, if sampling runs ahead."""
+
+    @property
+    def number(self) -> int:
+        """Number of the training step that trains on the batch, counted from 0."""
+        return self.input.sampling_seed.step
+
+    def count_call(self, call: Call, rank: int, *, parts: int, going_on: int) -> None:
+        """Set how far a call is. `parts`: number of steps in which it has worked on the batch. `going_on`: number
+        of the rank's answers that the next step continues."""
+        items = list_output_items(self.store, call, rank)
+        if items:
+            # In a step, calls of later batches come last. A batch passes them first.
+            passed = sorted(self.store.graph.order, key=lambda call: -call.ahead)
+            self.calls[call.name] = CallProgress(
+                order=passed.index(call), parts=parts, span=call.span, rows=len(items), going_on=going_on
+            )
 
 
 @dataclass
@@ -117,6 +136,8 @@ class _Step:
     """Metrics by call."""
     advance: Callable[[], None]
     """Function that reports progress to the watchdog."""
+    going_on: int = 0
+    """Number of this rank's answers that the next step continues."""
 
     @property
     def number(self) -> int:
@@ -220,19 +241,34 @@ class Worker:
             for producer in producers(graph, call)
         }
 
-        def now(instruction: Instruction) -> _Step:
-            """Find the batch that an instruction works on."""
+        def find_batches(instruction: Instruction) -> list[int]:
+            """List the batches that an instruction works on. Parameters belong to no batch."""
             match instruction:
                 case Feed():
-                    return steps[graph.ahead]
+                    return [graph.ahead]
                 case Send(producer=producer, consumer=call) | Receive(producer=producer, consumer=call):
-                    return steps[sent[producer, call]]
+                    return [sent[producer, call]]
                 case Run(call=call):
-                    return steps[list_batches(graph.call(call), steps)[0]]
+                    return list_batches(graph.call(call), steps)
                 case ShareLengths(call=call) | Report(call=call):
-                    return steps[graph.call(call).ahead]
-            # Parameters belong to no batch; they move for the batch that is trained on.
-            return steps[min(steps)]
+                    return [graph.call(call).ahead]
+            return []
+
+        def now(instruction: Instruction) -> _Step:
+            """Find the first batch that an instruction works on."""
+            # Parameters move for the batch that is trained on.
+            return steps[min(find_batches(instruction), default=min(steps))]
+
+        present = steps[min(steps)].number - min(steps)
+
+        def describe(numbers: Sequence[int]) -> dict[str, Any]:
+            """Describe the step and the batches of a slice in the trace."""
+            return {"step": present, "batches": [*numbers]} if numbers else {"step": present}
+
+        def report(call: str | None = None) -> None:
+            """Publish how far the batches under way are. `call` has just finished its part of this step."""
+            if graph.ahead:
+                self._report_batches(batches, steps, None if call is None else graph.call(call))
 
         handlers: dict[type[Instruction], Callable[..., None]] = {
             Feed: lambda i: now(i).store.feed(now(i).input.records),
@@ -246,30 +282,60 @@ class Worker:
         orders = {call.name: i for i, call in enumerate(graph.order)}
         reached = 0
         early = next((loads for of, loads in self._early_loads if of is program), {})
+        report()
         for position, instruction in enumerate(program.instructions):
             text, of = format_instruction(instruction), _call_of(instruction)
             reached = max(reached, orders.get(of or "", 0))
-            self._activity.begin(text, of, reached, position)
+            numbers = [steps[ahead].number for ahead in find_batches(instruction)] if graph.ahead else []
+            self._activity.begin(text, of, reached, position, [number + 1 for number in numbers])
             if isinstance(instruction, Run) and instruction.role is None:
-                self._start(instruction, now(instruction))
+                self._start(instruction, now(instruction), describe(numbers))
                 continue
             measured = nullcontext() if timer is None else timer.instruction(instruction)
-            with self._trace.slice(text, step=now(instruction).number) as details, measured:
+            with self._trace.slice(text, **describe(numbers)) as details, measured:
                 function = self._needed(instruction)
                 if function is not None:
                     details["waiting"] = self._collect(function, steps[graph.call(function).ahead])
+                    report(function)
                 for load in early.get(position, ()):
                     self._roles.prefetch(load)
                 handlers[type(instruction)](instruction)
             self._activity.advance()
+            if isinstance(instruction, Run):
+                report(instruction.call)
         for function in self._functions.running:
             batch = steps[graph.call(function).ahead]
-            with self._trace.slice(f"wait for {function}", step=batch.number):
+            numbers = [batch.number] if graph.ahead else []
+            with self._trace.slice(f"wait for {function}", **describe(numbers)):
                 self._collect(function, batch)
+            report(function)
         self._exchange.finish()
 
-    def _start(self, run: Run, now: _Step) -> None:
-        """Start a function in the background, unless this rank has no items for it."""
+    def _report_batches(
+        self, batches: Mapping[int, BatchUnderWay], steps: Mapping[int, _Step], finished: Call | None
+    ) -> None:
+        """Publish how far the batches under way are, in the next heartbeat.
+
+        `finished`: a call that has just finished its part of this step.
+        """
+        graph = next(iter(batches.values())).store.graph
+        if finished is not None:
+            for ahead in list_batches(finished, steps):
+                parts, going_on = finished.begins_ahead - ahead + 1, steps[ahead].going_on
+                batches[ahead].count_call(finished, self._process.rank, parts=parts, going_on=going_on)
+        self._activity.batches = [
+            BatchProgress(
+                step=batch.number + 1,
+                weights=max(batch.number - graph.ahead, batch.input.first),
+                size=len(batch.input.records),
+                calls=batch.calls,
+            ).to_json()
+            for batch in batches.values()
+        ]
+
+    def _start(self, run: Run, now: _Step, details: Mapping[str, object]) -> None:
+        """Start a function in the background, unless this rank has no items for it. `details`: those of its slice
+        in the trace."""
         call, method = now.store.graph.call(run.call), self._algorithm.method(run.call)
         batch = now.store.batch(call, run.placement.item_index(self._process.rank))
         if not len(batch):
@@ -282,9 +348,7 @@ class Worker:
             batch, fields, self._tokenizer, origins, now.input.samples, self._find_stop(now)
         )
         assert call.function is not None, "a call without a role is a function"
-        self._functions.start(
-            run, call.function, cast(FunctionMethod, method), inputs, now.input.sampling_seed.step
-        )
+        self._functions.start(run, call.function, cast(FunctionMethod, method), inputs, details)
 
     def _find_stop(self, now: _Step) -> StopStrings | None:
         """Return the stop strings of a step's answers, which are the same for all of its calls."""
@@ -446,6 +510,7 @@ class Worker:
         keys: list[int] = []
         begun: list[tuple[Sequence[int], Sequence[float]]] = []
         for now in steps.values():
+            now.going_on = 0
             for item in now.store.items(call, dp):
                 tokens, logprobs, complete = _read_begun(now.store, call, item)
                 if not complete and len(tokens) < sampling.max_new_tokens:
@@ -481,14 +546,17 @@ class Worker:
             for key in call.outputs:
                 for (now, item), row in zip(places, batch[key.removeprefix(call.prefix)].rows(), strict=True):
                     now.store.put_row(key, item, row)
+            sampled, finished = batch["sequences"].lengths, batch["finished"].values.tolist()
+            for (now, _), prompt, length, ended in zip(places, given.lengths, sampled, finished, strict=True):
+                now.going_on += not ended and length - prompt < sampling.max_new_tokens
             if model.shard.last:
                 # Each answer is prefilled again with what earlier parts have sampled.
                 known = tuple(n + len(tokens) for n, (tokens, _) in zip(given.lengths, begun, strict=True))
                 groups, lengths = [[i] for i in range(len(places))], batch["sequences"].lengths
                 first.worked(lambda: count_generation(model.counts, groups, known, lengths))
-        ended = steps.get(call.ahead)
-        if ended is not None and ended.watch is not None and self._process.rank in run.placement.output_ranks:
-            ended.watch.end_call(call, ended.store)
+        last = steps.get(call.ahead)
+        if last is not None and last.watch is not None and self._process.rank in run.placement.output_ranks:
+            last.watch.end_call(call, last.store)
 
     def _begin_trajectories(
         self, run: Run, batch: Batch, sampling: GenerationConfig, now: _Step
@@ -552,6 +620,19 @@ class Worker:
         part = sampler.count_part(tokens)
         ages = find_ages(batch, oldest=sampler.begins_ahead, part=part, limit=limit)
         return batch.with_fields(**{AGES: ages})
+
+
+def list_output_items(store: Store, call: Call, rank: int) -> list[int]:
+    """List the items whose outputs a rank has after a call."""
+    placement = store.plan[call.name]
+    return store.items(call, placement.item_index(rank)) if rank in placement.output_ranks else []
+
+
+def goes_on(store: Store, call: Call, item: int, new_tokens: int) -> bool:
+    """Check whether a generate call that spreads answers over steps continues an item's answer in the next step.
+    `new_tokens`: maximum number of tokens of an answer."""
+    tokens, _, complete = _read_begun(store, call, item)
+    return not complete and len(tokens) < new_tokens
 
 
 def _read_begun(store: Store, call: Call, item: int) -> tuple[list[int], list[float], bool]:

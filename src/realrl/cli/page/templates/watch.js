@@ -193,6 +193,11 @@ function memoryBar(parts, whole) {
   return bar;
 }
 
+function showBatches({ status }) {
+  byId("batches-section").hidden = !status.batches.length;
+  byId("batches").replaceChildren(...status.batches.map((b) => row("", [b.batch, "word"], [b.done, "word"], [b.going_on, "word"], [b.age])));
+}
+
 function showRanks({ status, memory }) {
   const predicted = new Map(memory.map((device) => [device.rank, device]));
   const ranks = status.ranks.length ? status.ranks : memory.map((device) => ({ rank: device.rank, host: "", does: "no report" }));
@@ -297,6 +302,7 @@ async function refresh() {
     }
     showStatus(shown);
     showCosts(shown);
+    showBatches(shown);
     showRanks(shown);
     showEntries(shown);
     await Promise.all([pollMetrics(), showStep(), showSamples(shown)]);
