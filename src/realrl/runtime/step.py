@@ -36,7 +36,7 @@ from realrl.runtime.worker.worker import (
     StepInput,
     StepWatch,
     Worker,
-    goes_on,
+    count_going_on,
     list_output_items,
 )
 
@@ -239,7 +239,7 @@ class TrainingSteps:
             if call.span > 1:
                 _, tokens = sampling[call.name]
                 items = list_output_items(batch.store, call, rank)
-                going_on = sum(goes_on(batch.store, call, item, tokens) for item in items)
+                going_on = count_going_on(batch.store, call, items, tokens)
             parts = min(call.begins_ahead - ahead, call.span)
             batch.count_call(call, rank, parts=parts, going_on=going_on)
 

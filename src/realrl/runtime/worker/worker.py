@@ -511,8 +511,9 @@ class Worker:
         begun: list[tuple[Sequence[int], Sequence[float]]] = []
         for now in steps.values():
             now.going_on = 0
-            for item in now.store.items(call, dp):
-                tokens, logprobs, complete = _read_begun(now.store, call, item)
+            items = now.store.items(call, dp)
+            for item, answer in zip(items, _read_begun(now.store, call, items), strict=True):
+                tokens, logprobs, complete = answer
                 if not complete and len(tokens) < sampling.max_new_tokens:
                     noise = SamplingNoise(replace(now.input.sampling_seed, call=number))
                     places.append((now, item))
@@ -628,24 +629,26 @@ def list_output_items(store: Store, call: Call, rank: int) -> list[int]:
     return store.items(call, placement.item_index(rank)) if rank in placement.output_ranks else []
 
 
-def goes_on(store: Store, call: Call, item: int, new_tokens: int) -> bool:
-    """Check whether a generate call that spreads answers over steps continues an item's answer in the next step.
+def count_going_on(store: Store, call: Call, items: list[int], new_tokens: int) -> int:
+    """Count the items whose answers the next step continues, if a generate call spreads answers over steps.
     `new_tokens`: maximum number of tokens of an answer."""
-    tokens, _, complete = _read_begun(store, call, item)
-    return not complete and len(tokens) < new_tokens
+    answers = _read_begun(store, call, items)
+    return sum(not complete and len(tokens) < new_tokens for tokens, _, complete in answers)
 
 
-def _read_begun(store: Store, call: Call, item: int) -> tuple[list[int], list[float], bool]:
-    """Read what earlier steps have sampled of an item: tokens and log-probabilities, and whether its answer has
+def _read_begun(store: Store, call: Call, items: list[int]) -> list[tuple[list[int], list[float], bool]]:
+    """Read what earlier steps have sampled of some items: tokens and log-probabilities, and whether the answer has
     ended."""
-    found = [
-        store.row(f"{call.prefix}{key}", item)
-        for key in ("sequences", "logprobs", "prompt_length", "finished")
-    ]
-    if any(row is None for row in found):
-        return [], [], False
-    sequence, logprobs, length, finished = (row.tolist() for row in found if row is not None)
-    return sequence[length[0] :], logprobs[length[0] :], bool(finished[0])
+    keys = [f"{call.prefix}{key}" for key in ("sequences", "logprobs", "prompt_length", "finished")]
+    if not items or store.row(keys[0], items[0]) is None:
+        return [([], [], False) for _ in items]
+    # One copy to the host for each key, not for each item.
+    found = [store.rows(key, items).to(torch.device("cpu")).rows() for key in keys]
+    answers = []
+    for row in zip(*found, strict=True):
+        sequence, logprobs, (length,), (ended,) = (values.tolist() for values in row)
+        answers.append((sequence[length:], logprobs[length:], bool(ended)))
+    return answers
 
 
 def _call_of(instruction: Instruction) -> str | None:
