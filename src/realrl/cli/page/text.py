@@ -157,7 +157,7 @@ def format_batch(scenario: "Scenario") -> str:
         sequences = format_count_of(workload.items, "sequence") if each == 1 else records
         return f"{sequences} of {_lengths(workload.prompts)} tokens"
     prompts = _lengths(workload.prompts)
-    answers = _lengths(workload.answers)
+    answers = _lengths(workload.answers, workload.longest_answer)
     count = format_count_of(workload.items // workload.samples, "prompt")
     samples = f"{workload.samples} answers each" if workload.samples > 1 else "answers"
     turns = ""
@@ -167,10 +167,11 @@ def format_batch(scenario: "Scenario") -> str:
     return f"{count} of {prompts} tokens, {samples} of {answers}{turns}"
 
 
-def _lengths(lengths: Sequence[int]) -> str:
+def _lengths(lengths: Sequence[int], longest: int = 0) -> str:
     if lengths[0] == lengths[-1]:
         return f"{lengths[0]:,}"
-    return f"{lengths[0]:,} to {lengths[-1]:,} (mean {sum(lengths) / len(lengths):,.0f})"
+    rare = f", the longest of a step {longest:,}" if longest > lengths[-1] else ""
+    return f"{lengths[0]:,} to {lengths[-1]:,} (mean {sum(lengths) / len(lengths):,.0f}{rare})"
 
 
 def align_columns(rows: Sequence[Sequence[str]], *, right: bool = False) -> list[str]:

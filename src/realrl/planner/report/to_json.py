@@ -221,7 +221,7 @@ def _workload(scenario: Scenario) -> dict[str, Any]:
         "items": workload.items,
         "tokens": workload.tokens(scenario.graph),
         "prompts": _lengths(workload.prompts),
-        "answers": _lengths(workload.answers),
+        "answers": {**_lengths(workload.answers), "longest": workload.longest_answer},
         "epochs": workload.epochs,
         "samples_per_prompt": workload.samples,
         **environment,
