@@ -153,7 +153,7 @@ class Failure(Exception):
 class Adversary(_DryRun):
     """A dry run in which any rank may be the next to go on.
 
-    In each step, some ranks are much slower than others, as with long answers or slow rewards, and any rank may fail.
+    In each step, some ranks are much slower than others, as with long answers or slow rewards. Any rank may fail.
     """
 
     def __init__(self, *arguments: Any, chance: random.Random, **named: Any) -> None:
