@@ -99,7 +99,7 @@ class DrawnDurations(Durations):
 def simulate_drawn(scenario: Scenario, plan: Plan, steps: int, draw: "Draw") -> list[float]:
     """Simulate steps with drawn lengths; return the seconds of each."""
     programs = list_steps(scenario, plan)[0].programs
-    ages = scenario.graph.ahead + max(call.span for call in scenario.graph.calls)
+    ages = scenario.graph.ahead + 1
     batches = [draw(scenario.workload.items) for _ in range(ages + steps)]
     found = []
     for step in range(steps):

@@ -14,14 +14,14 @@ trained side by side.
 
     make demo demo-grpo      # their SFT and reward models are enough
     python bench/stale_learning.py [--demos ppo grpo] [--objectives corrected clipped uncorrected] [--seeds 1 2 3]
-        [--at-once 2] [--runs DIR] [--json FILE]
+        [--settings KEY=VALUE ...] [--at-once 2] [--runs DIR] [--json FILE]
 
 Runs that FILE already holds are not measured again.
 """
 
 import os
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +76,7 @@ def list_cases(name: str, objectives: Iterable[str]) -> dict[str, list[str]]:
     return cases
 
 
-def measure(name: str, changed: list[str], seed: int, run: Path) -> float:
+def measure(name: str, changed: Sequence[str], seed: int, run: Path) -> float:
     """Train a demo's model with changed settings; return what its last evaluation says."""
     demo = DEMOS[name]
     common = ["cluster=1x1", f"seed={seed}", "evaluation.every=null", f"evaluation.samples={ANSWERS}"]
@@ -93,6 +93,9 @@ def main() -> None:
     parser.add_argument("--demos", nargs="+", choices=DEMOS, default=[*DEMOS])
     parser.add_argument("--objectives", nargs="+", choices=OBJECTIVES, default=["corrected", "uncorrected"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument(
+        "--settings", nargs="*", default=[], help="further settings of all runs, as KEY=VALUE"
+    )
     parser.add_argument("--at-once", type=int, default=2)
     parser.add_argument("--runs", type=Path, default=Path("runs/stale-learning"))
     arguments = parser.parse_args()
@@ -106,7 +109,7 @@ def main() -> None:
                     full = f"{name}, {case}, seed {seed}"
                     run = arguments.runs / full.replace(", ", "-").replace(" ", "-")
                     if full not in results.cases:
-                        runs[pool.submit(measure, name, changed, seed, run)] = full
+                        runs[pool.submit(measure, name, [*changed, *arguments.settings], seed, run)] = full
         for done in as_completed(runs):
             results.add(runs[done], {"value": done.result()})
     for name in arguments.demos:

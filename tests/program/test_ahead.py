@@ -236,6 +236,23 @@ def test_the_first_and_the_last_steps_have_programs_of_their_own() -> None:
     assert compile_ahead(graph, apart(graph)).keys() == {range(1, 2), range(2), range(1)}
 
 
+def test_only_functions_that_need_no_trained_model_run_before_training() -> None:
+    """A function of the critic's values waits for the latest critic. One of a frozen model's outputs does not."""
+    judged = {"ref.inference": 2, "critic.inference": 0}
+    for name, expected in judged.items():
+        made = next(call for call in PPO.calls if call.name == name).outputs[0]
+        function = Call(
+            "judge", None, Kind.FUNCTION, (made,), ("verdict",), (made,), function="judge.py:call"
+        )
+        calls = [
+            replace(call, inputs=(*call.inputs, "verdict")) if call.name == "actor.train" else call
+            for call in PPO.calls
+        ]
+        graph = run_ahead(DataflowGraph([*calls, function], [*PPO.keys.values(), Key("verdict", "int64")]), 3)
+        ahead = {call.name: call.ahead for call in graph.calls}
+        assert (ahead["judge"], ahead[name], ahead["actor.generate"]) == (expected, expected, 3)
+
+
 def test_a_call_that_trains_cannot_run_ahead() -> None:
     with pytest.raises(DescriptionError, match=r"a\.train: ahead=1"):
         replace(TWICE.call("a.train"), ahead=1)

@@ -60,7 +60,7 @@ StalenessOption = Annotated[
         min=1,
         max=8,
         help="Compare synchronous training with asynchrony.staleness of 1 to N, for whole and for partial answers,"
-        " and plan for the fastest; see docs/asynchrony.md.",
+        " and plan for the smallest staleness that is within 1 % of the fastest; see docs/asynchrony.md.",
     ),
 ]
 ObjectiveText = Annotated[

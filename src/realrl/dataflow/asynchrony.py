@@ -11,15 +11,16 @@ def run_ahead(graph: DataflowGraph, steps: int, span: int = 1) -> DataflowGraph:
 
     The oldest tokens of a batch then come from parameters that are `steps` + `span` - 1 updates old. If `steps` is
     2 or more, functions run one step later than generation, so that a slow reward delays neither generation nor
-    training. All other calls run in the step that trains on the batch. Calls of trained models should use the
-    latest parameters, and the outputs of frozen models do not depend on the step.
+    training. All other calls run in the step that trains on the batch, because calls of trained models should use
+    the latest parameters. So functions that need the outputs of such calls run in this step, too.
 
-    A call that generates from the outputs of other calls takes these calls ahead with it.
+    A call that generates from the outputs of other calls takes these calls ahead with it, and so does a function.
     """
     ahead: dict[str, int] = {}
     # Producers come after their consumers, so they can run at least as far ahead.
     for call in reversed(graph.order):
-        own = steps if call.kind is Kind.GENERATE else steps - 1 if call.is_function and steps > 1 else 0
+        early = call.is_function and not _needs_trained(graph, call)
+        own = steps if call.kind is Kind.GENERATE else steps - 1 if early else 0
         readers = [ahead[other.name] for other in graph.calls if _reads(graph, other, call)]
         ahead[call.name] = max(own, *readers, 0)
     for call in graph.order:
@@ -32,6 +33,15 @@ def run_ahead(graph: DataflowGraph, steps: int, span: int = 1) -> DataflowGraph:
         for call in graph.calls
     ]
     return DataflowGraph(calls, graph.keys.values(), graph.averages)
+
+
+def _needs_trained(graph: DataflowGraph, call: Call) -> bool:
+    """Check whether a call needs, directly or not, what a trained model infers."""
+    producers = [other for other in graph.calls if _reads(graph, call, other)]
+    return any(
+        (other.kind is Kind.INFERENCE and graph.trained(other.model_role)) or _needs_trained(graph, other)
+        for other in producers
+    )
 
 
 def _reads(graph: DataflowGraph, call: Call, producer: Call) -> bool:

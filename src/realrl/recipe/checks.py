@@ -172,6 +172,14 @@ def _graph_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[st
                 f"data.batch={batch} is not divisible by the {minibatches} mini-batches of {calls}; make it a"
                 f" multiple of {minibatches}, or choose another number of mini-batches"
             )
+    for call in graph.calls:
+        kept = [f"{call.prefix}{key}" for key in ("sequences", "prompt_length", "finished")]
+        missing = [key for key in kept if key not in call.outputs]
+        if call.span > 1 and missing:
+            yield (
+                f"asynchrony.partial=true: the next step can only continue answers if {call.name} outputs"
+                f" {join(kept, 'and')}; it lacks {join(missing, 'and')}"
+            )
     yield from _quantisation_problems(experiment, graph)
     yield from _kernel_problems(experiment)
     for average in graph.averages:

@@ -56,8 +56,8 @@ class AsynchronyConfig(Settings):
     answer that has not ended goes on in the next step, with newer weights and beside the answers of the next batch.
     A long answer then delays no step."""
     overlap: bool = True
-    """Train while the next batch is sampled. false trains after sampling, on the same devices; only `partial` is
-    then asynchronous."""
+    """Train while the next batch is sampled. false trains after sampling, usually on the same devices; only
+    `partial` is then asynchronous."""
 
     @property
     def ahead(self) -> int:

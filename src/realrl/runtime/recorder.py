@@ -61,6 +61,9 @@ class Recorder:
     ) -> None:
         """`say` is called with notes. Raises UserError if the recipe asks for a step that the run does not have."""
         self._settings = settings = job.experiment.debug.record
+        # Steps of asynchronous runs cannot be replayed.
+        self._most = 0 if job.experiment.asynchrony.staleness else settings.trouble
+        """Maximum number of steps with trouble that are recorded."""
         late = [step for step in settings.steps if step > training.count]
         if late:
             raise UserError(f"debug.record.steps: {late[0]} is after the run's last step, {training.count}")
@@ -103,7 +106,7 @@ class Recorder:
             self._write(
                 kept, "debug.record asks for it", _list_rows(kept.data, self._job, self._process.rank)
             )
-        if not self._settings.trouble:
+        if not self._most:
             return
         self._kept = {number: old for number, old in self._kept.items() if number == step - 1} | {step: kept}
         skipped = next(
@@ -139,14 +142,14 @@ class Recorder:
         Other ranks may have failed elsewhere, so this rank waits for nobody.
         """
         data = self._training.latest
-        if data is None or not (self.asks(step) or (self._settings.trouble and self._has_room())):
+        if data is None or not (self.asks(step) or (self._most and self._has_room())):
             return
         kept = self._keep(step, data, {})
         self._write(kept, reason, {key: data.store.held(key) for key in data.store.keys})
 
     def _has_room(self) -> bool:
         troubled = [step for step in list_records(self._run_dir) if not self.asks(step)]
-        return len(troubled) < self._settings.trouble
+        return len(troubled) < self._most
 
     def _keep(self, step: int, data: StepData, metrics: Mapping[str, float]) -> _Kept:
         found = {} if self._watch is None else self._watch.found

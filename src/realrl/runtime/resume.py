@@ -28,6 +28,7 @@ from realrl.recipe.training import SpikeConfig
 from realrl.runtime.checkpoint_writer import Checkpointer
 from realrl.runtime.evaluation.training import BestEvaluation
 from realrl.runtime.observer import Wishes
+from realrl.runtime.output.earlier import EarlierRun
 from realrl.runtime.output.notes import StepNotes
 from realrl.runtime.output.rundir import RunDirectory
 from realrl.runtime.prepare.job import Phase
@@ -283,12 +284,13 @@ class Continuation:
         self._rollbacks = 0
         self._started = time.monotonic()
 
-    def restore(self, checkpoints: tuple[int, ...], steps: int) -> None:
-        """Resume from the first readable checkpoint.
+    def restore(self, earlier: EarlierRun, steps: int) -> None:
+        """Resume from the first readable checkpoint of an earlier run.
 
-        `checkpoints`: number of training steps before each checkpoint, the latest first. `steps`: number of steps
-        of the run. Raises UserError if no checkpoint can be read, or if the latest one has more steps than the run.
+        `steps`: number of steps of the run. Raises UserError if no checkpoint can be read, or if the latest one has
+        more steps than the run.
         """
+        checkpoints = earlier.checkpoints
         if checkpoints:
             if checkpoints[0] > steps:
                 raise UserError(
@@ -300,13 +302,14 @@ class Continuation:
             self._compare_data(self.restored.state)
             self._compare_scoring(self.restored.state)
             self._load_state(self.restored.state)
-            batches, rows = self.restored.state.under_way, self.restored.rows
+            # A note means that data or scores have changed.
+            batches, continues = self.restored.state.under_way, earlier.continues and not self.notes
+            rows = self.restored.rows if continues else {}
             dropped = self._parts.training.restore_batches(self.restored.state.step, batches, rows)
             if dropped:
                 self.notes.append(
                     f"batches under way: {dropped} {'is' if dropped == 1 else 'are'} sampled again from the weights"
-                    " of this checkpoint, because asynchrony, generation.max_new_tokens or the number of steps has"
-                    " changed"
+                    " of this checkpoint, because the recipe, the data or the number of steps has changed"
                 )
 
     def _compare_data(self, state: RunState) -> None:

@@ -173,20 +173,10 @@ class TrainingSteps:
                 "step": step,
                 "first": batch.input.first,
                 "prompts": batch.prompts,
-                "sampling": self._describe_sampling(),
                 "metrics": {call: metrics.to_plain() for call, metrics in batch.metrics.items()},
             }
             for step, batch in sorted(self.under_way.items())
         ]
-
-    def _describe_sampling(self) -> dict[str, list[int]]:
-        """Describe by JSON values how generate calls spread answers over steps: the number of steps, and the
-        maximum number of tokens of all steps."""
-        experiment = self._job.experiment
-        most = (
-            0 if experiment.spec.generation is None else experiment.spec.generation(experiment).max_new_tokens
-        )
-        return {call.name: [call.span, most] for call in self._job.train.graph.calls if call.span > 1}
 
     def restore_batches(
         self,
@@ -197,8 +187,8 @@ class TrainingSteps:
         """Restore the batches under way after `done` steps: what `describe_batches` returned, and the rows of all
         ranks. `taken` has been restored before.
 
-        Batches are dropped if other batches would be under way in this run. Their records are then taken again.
-        Returns the number of dropped batches.
+        Batches are dropped if their rows are missing, or if other batches would be under way in this run. Their
+        records are then taken again. Returns the number of dropped batches.
         """
         graph = self._job.train.graph
         steps = [batch["step"] for batch in batches]
@@ -207,7 +197,6 @@ class TrainingSteps:
             for step in steps
         }
         fits = all(rows.get(step, {}).keys() == keys for step, keys in produced.items())
-        fits = fits and all(batch["sampling"] == self._describe_sampling() for batch in batches)
         if not fits or steps != list(range(done, min(done + graph.ahead, self.count))):
             self.taken -= sum(len(batch["prompts"]) for batch in batches)
             return len(batches)
@@ -231,13 +220,13 @@ class TrainingSteps:
 
     def _restore_progress(self, batch: TrainingBatch, ahead: int) -> None:
         """Restore how far the calls of this rank are with a batch that is trained on `ahead` steps later."""
-        sampling, rank = self._describe_sampling(), self._process.rank
+        experiment, rank = self._job.experiment, self._process.rank
         for call in self._job.train.graph.calls:
             if call.begins_ahead <= ahead:
                 continue
             going_on = 0
-            if call.span > 1:
-                _, tokens = sampling[call.name]
+            if call.span > 1 and experiment.spec.generation is not None:
+                tokens = experiment.spec.generation(experiment).max_new_tokens
                 items = list_output_items(batch.store, call, rank)
                 going_on = count_going_on(batch.store, call, items, tokens)
             parts = min(call.begins_ahead - ahead, call.span)

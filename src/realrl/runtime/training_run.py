@@ -195,7 +195,7 @@ class TrainingRun:
     def restore(self) -> None:
         """Restore the last checkpoint of the run that is continued. Raises UserError if that fails."""
         if self.earlier is not None:
-            self.continuation.restore(self.earlier.checkpoints, self.steps)
+            self.continuation.restore(self.earlier, self.steps)
         self.roles.offload_homes()
 
     def open(self) -> None:

@@ -12,7 +12,12 @@ from realrl.algorithms.ppo import train_graph
 from realrl.cli.app import run_app
 from realrl.cli.planning.input import read_lengths
 from realrl.config.errors import UserError
+from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
+from realrl.planner.report import make
+from realrl.planner.search.plan_search import FoundPlan, find_plan
+from realrl.planner.search.shortage import DoesNotFit, Shortage
+from realrl.planner.simulate.scenario import Scenario
 
 ROOT = Path(__file__).parents[3]
 REFERENCE = str(ROOT / "recipes" / "reference" / "ppo.yaml")
@@ -138,6 +143,32 @@ def test_asynchronous_plans_are_compared_and_the_fastest_is_printed(
     assert found["step_seconds"] <= min(seconds) * 1.01 and found["step_seconds"] in seconds
     out = plan(capsys, *options)
     assert "it needs asynchrony.staleness=" in out and max(map(len, out.splitlines())) <= 100
+
+
+def test_settings_that_do_not_fit_are_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(scenario: Scenario, **options: Any) -> FoundPlan:
+        if scenario.graph.ahead == 1:
+            raise misfit
+        return find_plan(scenario, **options)
+
+    place = Placement(Mesh(0, 1), Strategy(dp=1))
+    misfit = DoesNotFit(
+        Shortage(
+            rank=0,
+            limit_bytes=1 << 30,
+            needed_bytes=2 << 30,
+            call="actor.train",
+            placement=place,
+            resident_bytes={"actor": 1 << 30},
+        )
+    )
+    monkeypatch.setattr(make, "find_plan", find)
+    options = ("data.batch=256", "--cluster", "a100-40g:1x4", "--staleness", "1")
+    rows = planned(capsys, *options)["staleness"]
+    assert [row.get("step_seconds") is None for row in rows] == [False, True, True]
+    assert "does not fit" in plan(capsys, *options)
 
 
 def test_other_comparisons_exclude_asynchronous_ones(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from realrl.cli.app import run_app
 from realrl.runtime.resume import Spike, SpikeDetector
@@ -90,6 +91,29 @@ def test_parts_of_answers_are_not_continued_as_other_parts(
     capsys.readouterr()
     assert run_app(["train", str(recipe), f"run_dir={resumed}", *change, "resume=changed"]) == 0
     assert "batches under way: 1 is sampled again" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change", ["policy.samples=2", "data.batch=8", "generation.max_new_tokens=9", "data", "reward"]
+)
+def test_batches_of_another_recipe_are_sampled_again(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str
+) -> None:
+    recipe = write_recipe(world, tmp_path / "whole", "grpo", 2, **SAVING)
+    assert run_app(["train", str(recipe)]) == 0
+    resumed, changes = interrupt(tmp_path / "whole" / "run", 2, tmp_path / "moved"), [change]
+    if change == "data":
+        data = Path(yaml.safe_load(recipe.read_text())["data"]["train"])
+        lines_of_data = data.read_text().splitlines(keepends=True)
+        (tmp_path / "data.jsonl").write_text("".join(lines_of_data[::-1]))
+        changes = [f"data.train={tmp_path / 'data.jsonl'}"]
+    elif change == "reward":
+        file = tmp_path / "whole" / "reward.py"
+        file.write_text(file.read_text().replace("5", "7"))
+        changes = []
+    capsys.readouterr()
+    assert run_app(["train", str(recipe), f"run_dir={resumed}", *changes, "resume=changed"]) == 0
+    assert "batches under way: 2 are sampled again" in capsys.readouterr().err
 
 
 def test_a_spike_drops_the_batches_under_way(

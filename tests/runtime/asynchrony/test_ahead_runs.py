@@ -107,6 +107,16 @@ def test_partial_answers_are_the_same_on_one_process_and_apart(
         assert mine and mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
+def test_greedy_answers_continue_without_log_probabilities(world: World, tmp_path: Path) -> None:
+    settings = {"policy__baseline": "greedy", "policy__samples": 1, "policy__scale": "none"}
+    frozen = {"models__actor__optimizer": {"lr": 1e-30}, "training__steps": 3, "exact": True, **settings}
+    whole = write_recipe(world, tmp_path / "whole", "grpo", 0, **frozen)
+    parts = {"asynchrony": {"staleness": 2, "partial": True}}
+    parted = write_recipe(world, tmp_path / "parted", "grpo", 0, **frozen, **parts)
+    run_on_ranks(1, [whole, parted])
+    assert learnt(parted) == learnt(whole)
+
+
 GAME = """
 class Game:
     def reset(self, **record):

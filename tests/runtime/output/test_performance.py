@@ -219,6 +219,14 @@ def test_samples_of_a_prompt_share_its_prefill_and_its_cache() -> None:
     assert found.cached == (4 * 5 + 1 * 3) + (0 + 1) + (0 + 1 + 2 + 3) + 0
 
 
+def test_parts_of_answers_are_prefilled_again_behind_their_shared_prompt() -> None:
+    counts = PassCounts(torch.device("cpu"))
+    # Two samples of a prompt of 5 tokens: one has 3 tokens and gets 2, the other one begins with 4.
+    found = count_generation(counts, [[0, 1]], [5, 5], [10, 9], [3, 0])
+    assert (found.tokens, found.scored, found.squares) == (5 + 3 + 2 + 4, 6, 10**2 + 9**2 - 5**2)
+    assert found.cached == 4 * 5 + (3 + 4) + (0 + 1 + 2 + 3)
+
+
 def test_padding_of_attention_is_counted_where_there_is_any() -> None:
     counts = PassCounts(torch.device("cpu"))
     packing = Packing.of([3, 2], "cpu")

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from realrl.checkpoint.saved import list_checkpoints, list_records
 from realrl.cli.app import run_app
 from realrl.testing.ranks import run_on_ranks
-from tests.conftest import World
+from tests.conftest import World, read_metrics
 
 REWARD = """
 import json
@@ -209,6 +209,16 @@ def test_troubled_step_is_recorded(world: World, capsys: pytest.CaptureFixture[s
     status, out = replay(run, capsys, "--step", "3")
     assert status == 0, out
     assert "recorded because actor.train skipped an optimizer step" in out
+
+
+def test_asynchronous_runs_leave_no_record(world: World, tmp_path: Path) -> None:
+    """They could not be replayed."""
+    changes = {"policy__scale": "none", "checkpoint__minutes": None, "asynchrony__staleness": 1}
+    recipe = write_recipe(world, tmp_path, **changes)
+    (tmp_path / "scores.py").write_text(NAN)
+    run = train(recipe)
+    assert any(row["actor.train/skipped_steps"] > 0 for row in read_metrics(run))
+    assert not list_records(run)
 
 
 def test_step_that_ends_a_run_is_recorded(

@@ -213,16 +213,20 @@ def name_reason(objective: Objective, sizes: Sequence["SizeReport"]) -> str:
 
 def make_staleness_table(report: "PlanReport") -> Table:
     """Make a row per settings of asynchrony. Speed-ups are relative to a synchronous step."""
-    rows, base = [], report.staleness[0].estimate.step_seconds
+    rows, base = [], report.staleness[0].estimate
     graph = report.scenario.graph
     for row in report.staleness:
-        plan = row.estimate.plan
-        places = [
-            ", ".join(dict.fromkeys(str(plan[call.name].mesh) for call in graph.order if call.kind is kind))
-            for kind in (Kind.GENERATE, Kind.TRAIN)
-        ]
-        seconds = row.estimate.step_seconds
-        figures = (format_seconds(seconds), f"{base / seconds:.2f} ×", *places, format_gap(row.gap))
+        figures: tuple[str, ...] = ("does not fit", "", "", "", "")
+        if row.estimate is not None:
+            plan, seconds = row.estimate.plan, row.estimate.step_seconds
+            places = [
+                ", ".join(
+                    dict.fromkeys(str(plan[call.name].mesh) for call in graph.order if call.kind is kind)
+                )
+                for kind in (Kind.GENERATE, Kind.TRAIN)
+            ]
+            gain = "" if base is None else f"{base.step_seconds / seconds:.2f} ×"
+            figures = (format_seconds(seconds), gain, *places, format_gap(row.gap))
         of = row.settings
         how = "-" if not of.staleness else "partial" if of.partial else "whole"
         overlaps = "yes" if of.staleness and of.overlap else "no"
@@ -240,13 +244,15 @@ def describe_staleness(report: "PlanReport") -> str:
     """Describe what asynchrony gains, and which settings it needs. Empty if nothing was compared."""
     if not report.staleness:
         return ""
-    base = report.staleness[0].estimate.step_seconds
+    base = report.staleness[0].estimate
     chosen = next(row for row in report.staleness if row.estimate is report.chosen)
     if not chosen.settings.staleness:
         return "asynchrony gains less than 1 %, so the plan below is synchronous"
     given = chosen.settings.model_dump(exclude_defaults=True)
     settings = " ".join(f"asynchrony.{name}={str(value).lower()}" for name, value in given.items())
-    gain = base / chosen.estimate.step_seconds
+    if base is None:
+        return f"no synchronous plan fits; the plan below needs {settings}"
+    gain = base.step_seconds / report.chosen.step_seconds
     return f"the plan below is {gain:.2f} × as fast as a synchronous one; it needs {settings}"
 
 

@@ -47,8 +47,9 @@ def split_decode_steps(
 
     The host looks at new tokens only every `steps_per_look` steps, so answer lengths are rounded up to a multiple
     of it. Finished rows are replaced several at a time. The first segment lasts while rows wait for a place in the
-    full cache. The other segments decode the last rows, whose number falls as sequences end. The model assumes that
-    all of these rows begin at their first token. Attention reads the cached tokens of each row. If `shares` is
+    full cache. The next segments decode the last rows, whose number falls as sequences end. The model assumes that
+    all of these rows begin at their first token. In the last segment, the rank with the longest answer of all ranks
+    decodes it alone. Attention reads the cached tokens of each row. If `shares` is
     true, it reads a prompt once for all rows of the prompt.
 
     With an environment, a row takes part in `steps` decode steps, its waiting included, [N, strategies or 1]. It is
@@ -87,7 +88,6 @@ def split_decode_steps(
         context = read * work.mean + ((begin + end) * per_step - 1) / 2
         yield DecodeSegment(end - begin, np.maximum(1.0, last * alive * active), context)
     if steps is None:
-        # The rank with the longest answer of all ranks decodes it alone at the end.
         alone = np.maximum(0, work.longest_answer - longest)
         yield DecodeSegment(alone, 1.0, work.mean + longest + alone / 2)
 

@@ -246,15 +246,23 @@ def compare_staleness(
     seed: int,
     constraints: UserConstraints,
 ) -> tuple[StalenessReport, ...]:
-    """Find the best plan under different settings of asynchrony. Raises DoesNotFit if no plan fits.
+    """Find the best plan under different settings of asynchrony.
 
-    `scenarios`: one for each of the settings. `effort` limits all searches together.
+    `scenarios`: one for each of the settings. `effort` limits all searches together. Raises DoesNotFit if no plan
+    fits under any of the settings.
     """
-    rows = []
+    rows, misfit = [], None
     for settings, scenario in scenarios:
-        found = find_plan(scenario, effort=effort / len(scenarios), seed=seed, constraints=constraints)
+        try:
+            found = find_plan(scenario, effort=effort / len(scenarios), seed=seed, constraints=constraints)
+        except DoesNotFit as error:
+            misfit, refused = error, describe_shortage(scenario, error.shortage)
+            rows.append(StalenessReport(settings=settings, estimate=None, gap=math.inf, refused=refused))
+            continue
         estimate = estimate_plan(scenario, found.plan)
         rows.append(StalenessReport(settings=settings, estimate=estimate, gap=found.result.gap))
+    if misfit is not None and not any(row.estimate for row in rows):
+        raise misfit
     return tuple(rows)
 
 
@@ -263,8 +271,8 @@ def choose_staleness(rows: Sequence[StalenessReport]) -> int:
 
     Returns the index of the row.
     """
-    shortest = min(row.estimate.step_seconds for row in rows)
-    near = [i for i, row in enumerate(rows) if row.estimate.step_seconds <= shortest * (1 + _WORTH)]
+    seconds = [math.inf if row.estimate is None else row.estimate.step_seconds for row in rows]
+    near = [i for i, one in enumerate(seconds) if one <= min(seconds) * (1 + _WORTH)]
     return min(near, key=lambda i: rows[i].settings.staleness)
 
 
@@ -310,8 +318,8 @@ def make_report(
     Without `nodes`, `time` plans for the whole cluster, and `cost` plans for the number of nodes with the cheapest
     step. `effort` limits the search on the chosen nodes. The earlier search on each of `nodes` has the same limit.
     Under `cost` without `nodes`, the searches on all numbers of nodes share this limit. With `wanted`,
-    `choose_cluster` chooses the cluster. `ahead` has scenarios of different settings of asynchrony; the
-    fastest of them replaces `scenario`. Raises DoesNotFit if no plan fits, and UserError if a call
+    `choose_cluster` chooses the cluster. `ahead` has scenarios of different settings of asynchrony; the one
+    that `choose_staleness` chooses replaces `scenario`. Raises DoesNotFit if no plan fits, and UserError if a call
     cannot run on the cluster at all.
     """
     constraints = constraints or UserConstraints()
@@ -322,7 +330,8 @@ def make_report(
     if ahead:
         stale = compare_staleness(ahead, effort=effort, seed=seed, constraints=constraints)
         best_row = choose_staleness(stale)
-        scenario, start = ahead[best_row][1], stale[best_row].estimate.plan
+        scenario, estimate = ahead[best_row][1], stale[best_row].estimate
+        start = None if estimate is None else estimate.plan
     if wanted is not None:
         spec, rows = choose_cluster(scenario, wanted, constraints, effort=effort, seed=seed)
         scenario = scenario.on(spec)

@@ -159,9 +159,12 @@ class StalenessReport:
     """Best plan under some settings of asynchrony."""
 
     settings: AsynchronyConfig
-    estimate: Estimate
+    estimate: Estimate | None
+    """None if no plan fits."""
     gap: float
-    """Relative optimality gap of the plan."""
+    """Relative optimality gap of the plan; infinite if there is none."""
+    refused: str | None = None
+    """Why no plan fits."""
 
 
 @dataclass(frozen=True, kw_only=True)

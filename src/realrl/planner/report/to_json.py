@@ -46,9 +46,15 @@ def report_to_json(report: PlanReport) -> dict[str, Any]:
         result["staleness"] = [
             {
                 "asynchrony": row.settings.model_dump(),
-                "step_seconds": row.estimate.step_seconds,
-                "gap": row.gap,
-                "plan": _plan(row.estimate, report.scenario.graph),
+                **(
+                    {"refused": row.refused}
+                    if row.estimate is None
+                    else {
+                        "step_seconds": row.estimate.step_seconds,
+                        "gap": row.gap,
+                        "plan": _plan(row.estimate, report.scenario.graph),
+                    }
+                ),
             }
             for row in report.staleness
         ]

@@ -215,7 +215,8 @@ class Workload:
         if call.kind is Kind.GENERATE:
             parts = self._list_parts(call)
             prompts, answers = zip(*parts, strict=True)
-            # A part after the first one is prefilled alone, not together with the other samples of its prompt.
+            # The samples of a prompt share its prefill also in later parts. The model counts it for each of them
+            # there, because each of them also has tokens of its own.
             shared = len(self.pairs) / self.samples + len(parts) - len(self.pairs)
             return CallWork(
                 items=round(self.items * len(parts) / len(self.pairs)),

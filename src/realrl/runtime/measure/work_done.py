@@ -48,25 +48,31 @@ def read_passes(counts: PassCounts) -> WorkDone:
 
 
 def count_generation(
-    counts: PassCounts, groups: Sequence[Sequence[int]], prompts: Sequence[int], sequences: Sequence[int]
+    counts: PassCounts,
+    groups: Sequence[Sequence[int]],
+    prompts: Sequence[int],
+    sequences: Sequence[int],
+    known: Sequence[int] | None = None,
 ) -> WorkDone:
     """Count the work of a generate call.
 
     `prompts` and `sequences`: number of tokens in the prompt and in the whole sequence of each row. `groups`: the
-    rows of each prompt.
+    rows of each prompt. `known`: number of tokens of each row's answer that earlier parts have sampled, and that
+    are prefilled again. None if there are no earlier parts.
 
     The first decode step of a row processes the last token of the prompt. The
     last token of the row is never processed, so n new tokens take n decode steps.
     """
-    answers = [whole - prompt for whole, prompt in zip(sequences, prompts, strict=True)]
+    known = [0] * len(prompts) if known is None else known
+    answers = [whole - prompt - old for whole, prompt, old in zip(sequences, prompts, known, strict=True)]
     distinct = [prompts[rows[0]] for rows in groups]
     repeated = sum(n * n for n in prompts) - sum(n * n for n in distinct)
-    own = sum(answer * (answer - 1) // 2 for answer in answers)
+    own = sum(answer * old + answer * (answer - 1) // 2 for answer, old in zip(answers, known, strict=True))
     shared = sum(
         prompt * max(answers[row] for row in rows) for prompt, rows in zip(distinct, groups, strict=True)
     )
     return WorkDone(
-        tokens=sum(distinct) + sum(answers),
+        tokens=sum(distinct) + sum(known) + sum(answers),
         scored=sum(answers),
         squares=sum(n * n for n in sequences) - repeated,
         decode_steps=counts.decode_steps,

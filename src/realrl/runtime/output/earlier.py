@@ -55,12 +55,13 @@ class EarlierRun:
     """An earlier run that is continued.
 
     `checkpoints`: number of steps before each checkpoint, the latest first. If it is empty, the run starts from its
-    beginning. `changed`: settings that differ now, as `name: old, now new`. `finished`: whether no training
-    step is left.
+    beginning. `changed`: settings that differ now, as `name: old, now new`. `continues`: whether all of them are
+    free to change in the middle of a run (`FREE`). `finished`: whether no training step is left.
     """
 
     checkpoints: tuple[int, ...]
     changed: tuple[str, ...] = ()
+    continues: bool = True
     finished: bool = False
 
 
@@ -107,7 +108,8 @@ def find_earlier_run(experiment: Experiment) -> EarlierRun | None:
             f"run_dir={path} holds an earlier run without a checkpoint to continue from, and models ({saved.name});"
             " choose another directory, or set overwrite=true to delete it"
         )
-    return EarlierRun(checkpoints, tuple(differing[name] for name in differing if name not in _OF_START))
+    changed = tuple(differing[name] for name in differing if name not in _OF_START)
+    return EarlierRun(checkpoints, changed, continues=not others)
 
 
 def _is_of_this_job(path: Path) -> bool:

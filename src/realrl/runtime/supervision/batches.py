@@ -58,22 +58,18 @@ class BatchProgress:
 
 
 def merge_progress(ranks: Iterable[Iterable[BatchProgress]]) -> tuple[BatchProgress, ...]:
-    """Add up what each rank has done, by batch. A call is as far as the rank that is least far."""
+    """Add up what each rank has done, by batch. A call is as far as the rank that is furthest, and counts the items
+    of the ranks that are equally far."""
     merged: dict[int, BatchProgress] = {}
     for batch in (batch for batches in ranks for batch in batches):
         calls = merged.setdefault(batch.step, replace(batch, calls={})).calls
         for name, call in batch.calls.items():
-            before = calls.get(name)
-            calls[name] = (
-                call
-                if before is None
-                else replace(
-                    before,
-                    parts=min(before.parts, call.parts),
-                    rows=before.rows + call.rows,
-                    going_on=before.going_on + call.going_on,
-                )
-            )
+            before = calls.get(name, call)
+            if before.parts == call.parts and name in calls:
+                rows, going_on = before.rows + call.rows, before.going_on + call.going_on
+                calls[name] = replace(before, rows=rows, going_on=going_on)
+            else:
+                calls[name] = max(before, call, key=lambda one: one.parts)
     return tuple(
         replace(batch, calls=dict(sorted(batch.calls.items(), key=lambda item: item[1].order)))
         for _, batch in sorted(merged.items())

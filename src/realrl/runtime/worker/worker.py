@@ -500,8 +500,6 @@ class Worker:
         assert run.role is not None, "generate calls have a model"
         first, dp = next(iter(steps.values())), run.placement.item_index(self._process.rank)
         model = self._roles.model(run.role, run.placement)
-        if first.watch is not None:
-            first.watch.begin_call(call, model)
         model.counts.reset()
         method = cast(GenerateMethod, self._algorithm.method(call.name))
         sampling = method.sampling_of(evaluation=False)
@@ -512,12 +510,13 @@ class Worker:
         for now in steps.values():
             now.going_on = 0
             items = now.store.items(call, dp)
-            for item, answer in zip(items, _read_begun(now.store, call, items), strict=True):
-                tokens, logprobs, complete = answer
+            noise = SamplingNoise(replace(now.input.sampling_seed, call=number))
+            of_items = noise.make_keys(torch.tensor(items, dtype=torch.int64)).tolist()
+            answers = _read_begun(now.store, call, items)
+            for item, key, (tokens, logprobs, complete) in zip(items, of_items, answers, strict=True):
                 if not complete and len(tokens) < sampling.max_new_tokens:
-                    noise = SamplingNoise(replace(now.input.sampling_seed, call=number))
                     places.append((now, item))
-                    keys += noise.make_keys(torch.tensor([item])).tolist()
+                    keys.append(key)
                     begun.append((tokens, logprobs))
         if places:
             numbers = {id(now): index for index, now in enumerate(steps.values())}
@@ -551,13 +550,10 @@ class Worker:
             for (now, _), prompt, length, ended in zip(places, given.lengths, sampled, finished, strict=True):
                 now.going_on += not ended and length - prompt < sampling.max_new_tokens
             if model.shard.last:
-                # Each answer is prefilled again with what earlier parts have sampled.
-                known = tuple(n + len(tokens) for n, (tokens, _) in zip(given.lengths, begun, strict=True))
-                groups, lengths = [[i] for i in range(len(places))], batch["sequences"].lengths
-                first.worked(lambda: count_generation(model.counts, groups, known, lengths))
-        last = steps.get(call.ahead)
-        if last is not None and last.watch is not None and self._process.rank in run.placement.output_ranks:
-            last.watch.end_call(call, last.store)
+                groups = group_samples(ids, given, first.store.samples)
+                known = [len(tokens) for tokens, _ in begun]
+                lengths = given.lengths, batch["sequences"].lengths
+                first.worked(lambda: count_generation(model.counts, groups, *lengths, known))
 
     def _begin_trajectories(
         self, run: Run, batch: Batch, sampling: GenerationConfig, now: _Step
@@ -638,16 +634,20 @@ def count_going_on(store: Store, call: Call, items: list[int], new_tokens: int) 
 
 def _read_begun(store: Store, call: Call, items: list[int]) -> list[tuple[list[int], list[float], bool]]:
     """Read what earlier steps have sampled of some items: tokens and log-probabilities, and whether the answer has
-    ended."""
-    keys = [f"{call.prefix}{key}" for key in ("sequences", "logprobs", "prompt_length", "finished")]
-    if not items or store.row(keys[0], items[0]) is None:
+    ended. Log-probabilities are 0 if the call does not output them."""
+    sequences, finished, cuts, logprobs = (
+        f"{call.prefix}{key}" for key in ("sequences", "finished", "prompt_length", "logprobs")
+    )
+    if not items or store.row(sequences, items[0]) is None:
         return [([], [], False) for _ in items]
-    # One copy to the host for each key, not for each item.
-    found = [store.rows(key, items).to(torch.device("cpu")).rows() for key in keys]
     answers = []
-    for row in zip(*found, strict=True):
-        sequence, logprobs, (length,), (ended,) = (values.tolist() for values in row)
-        answers.append((sequence[length:], logprobs[length:], bool(ended)))
+    lists = [
+        [row.tolist() for row in store.rows(key, items).rows()]
+        for key in (sequences, finished, cuts, logprobs if logprobs in call.outputs else sequences)
+    ]
+    for sequence, (ended,), (cut,), of_tokens in zip(*lists, strict=True):
+        known = of_tokens[cut:] if logprobs in call.outputs else [0.0] * len(sequence[cut:])
+        answers.append((sequence[cut:], known, bool(ended)))
     return answers
 
 
