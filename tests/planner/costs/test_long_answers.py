@@ -48,7 +48,7 @@ def test_a_step_is_predicted_to_wait_for_its_longest_answer(dp: int) -> None:
         for _ in range(3)
     )
     assert predicted == pytest.approx(drawn, rel=0.1)
-    assert predict(dp, tp, whole) < 0.8 * drawn  # the quantiles alone lack the longest answer
+    assert predict(dp, tp, whole) < 0.9 * drawn  # the sample alone lacks the longest answer
 
 
 def test_a_part_of_an_answer_is_never_longer_than_the_part() -> None:
