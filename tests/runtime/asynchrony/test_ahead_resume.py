@@ -100,16 +100,18 @@ def test_batches_of_another_recipe_are_sampled_again(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str
 ) -> None:
     recipe = write_recipe(world, tmp_path / "whole", "grpo", 2, **SAVING)
+    settings = yaml.safe_load(recipe.read_text())
+    reward, data = tmp_path / "whole" / "reward.py", tmp_path / "data.jsonl"
+    data.write_text(Path(settings["data"]["train"]).read_text())
+    settings["data"]["train"] = str(data)
+    recipe.write_text(yaml.safe_dump(settings))
     assert run_app(["train", str(recipe)]) == 0
     resumed, changes = interrupt(tmp_path / "whole" / "run", 2, tmp_path / "moved"), [change]
     if change == "data":
-        data = Path(yaml.safe_load(recipe.read_text())["data"]["train"])
-        lines_of_data = data.read_text().splitlines(keepends=True)
-        (tmp_path / "data.jsonl").write_text("".join(lines_of_data[::-1]))
-        changes = [f"data.train={tmp_path / 'data.jsonl'}"]
+        data.write_text("".join(data.read_text().splitlines(keepends=True)[::-1]))
+        changes = []
     elif change == "reward":
-        file = tmp_path / "whole" / "reward.py"
-        file.write_text(file.read_text().replace("5", "7"))
+        reward.write_text(reward.read_text().replace("5", "7"))
         changes = []
     capsys.readouterr()
     assert run_app(["train", str(recipe), f"run_dir={resumed}", *changes, "resume=changed"]) == 0

@@ -9,7 +9,7 @@ from realrl.cli.app import run_app
 from realrl.cli.monitoring.timeline import find_last_step
 from realrl.program.trace_file import read_rank_traces
 from realrl.runtime.step import TrainingSteps
-from realrl.runtime.supervision.batches import BatchProgress
+from realrl.runtime.supervision.batches import BatchProgress, CallProgress, merge_progress
 from realrl.testing.ranks import run_on_ranks
 from tests.conftest import World
 from tests.runtime.asynchrony.test_ahead_resume import SAVING
@@ -123,3 +123,15 @@ def test_a_trace_names_the_step_and_the_batches_of_each_call(world: World, tmp_p
     assert batches(1, "actor.generate") == {-2: [0], **middle, 4: [5]}
     last = find_last_step(tmp_path / "run", {})
     assert last is not None and (last.step, last.ranks) == (6, 2)
+
+
+def test_a_call_is_as_far_as_its_furthest_rank_and_counts_the_rows_there() -> None:
+    def of_rank(parts: int, rows: int, going_on: int) -> BatchProgress:
+        call = CallProgress(order=0, parts=parts, span=3, rows=rows, going_on=going_on)
+        return BatchProgress(step=5, weights=2, size=12, calls={"actor.generate": call})
+
+    ranks = [of_rank(1, 4, 4), of_rank(2, 5, 3), of_rank(2, 3, 1)]
+    for order in (ranks, ranks[::-1]):
+        (merged,) = merge_progress([batch] for batch in order)
+        call = merged.calls["actor.generate"]
+        assert (merged.step, call.parts, call.rows, call.going_on) == (5, 2, 8, 4)

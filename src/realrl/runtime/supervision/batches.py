@@ -64,12 +64,12 @@ def merge_progress(ranks: Iterable[Iterable[BatchProgress]]) -> tuple[BatchProgr
     for batch in (batch for batches in ranks for batch in batches):
         calls = merged.setdefault(batch.step, replace(batch, calls={})).calls
         for name, call in batch.calls.items():
-            before = calls.get(name, call)
-            if before.parts == call.parts and name in calls:
+            before = calls.get(name)
+            if before is None or before.parts < call.parts:
+                calls[name] = call
+            elif before.parts == call.parts:
                 rows, going_on = before.rows + call.rows, before.going_on + call.going_on
                 calls[name] = replace(before, rows=rows, going_on=going_on)
-            else:
-                calls[name] = max(before, call, key=lambda one: one.parts)
     return tuple(
         replace(batch, calls=dict(sorted(batch.calls.items(), key=lambda item: item[1].order)))
         for _, batch in sorted(merged.items())

@@ -635,20 +635,17 @@ def count_going_on(store: Store, call: Call, items: list[int], new_tokens: int) 
 def _read_begun(store: Store, call: Call, items: list[int]) -> list[tuple[list[int], list[float], bool]]:
     """Read what earlier steps have sampled of some items: tokens and log-probabilities, and whether the answer has
     ended. Log-probabilities are 0 if the call does not output them."""
-    sequences, finished, cuts, logprobs = (
-        f"{call.prefix}{key}" for key in ("sequences", "finished", "prompt_length", "logprobs")
-    )
-    if not items or store.row(sequences, items[0]) is None:
+    if not items or store.row(f"{call.prefix}sequences", items[0]) is None:
         return [([], [], False) for _ in items]
-    answers = []
-    lists = [
-        [row.tolist() for row in store.rows(key, items).rows()]
-        for key in (sequences, finished, cuts, logprobs if logprobs in call.outputs else sequences)
-    ]
-    for sequence, (ended,), (cut,), of_tokens in zip(*lists, strict=True):
-        known = of_tokens[cut:] if logprobs in call.outputs else [0.0] * len(sequence[cut:])
-        answers.append((sequence[cut:], known, bool(ended)))
-    return answers
+
+    def read(key: str) -> list[list[Any]]:
+        return [row.tolist() for row in store.rows(f"{call.prefix}{key}", items).rows()]
+
+    sequences = read("sequences")
+    known = f"{call.prefix}logprobs" in call.outputs
+    logprobs = read("logprobs") if known else [[0.0] * len(sequence) for sequence in sequences]
+    rows = zip(sequences, logprobs, read("prompt_length"), read("finished"), strict=True)
+    return [(sequence[cut:], of_tokens[cut:], bool(ended)) for sequence, of_tokens, (cut,), (ended,) in rows]
 
 
 def _call_of(instruction: Instruction) -> str | None:
