@@ -178,6 +178,18 @@ def make_policy_gradient_graph(experiment: PolicyGradientExperiment) -> Dataflow
     return DataflowGraph.using(calls, (*KEYS, *_EXTRA_KEYS, *scores), averages)
 
 
+def _needs_whole_batch(experiment: PolicyGradientExperiment) -> str | None:
+    """Say why training needs the whole batch; None if it does not."""
+    config = experiment.policy
+    if config.scale in ("batch_std", "batch_norm"):
+        return f"policy.scale={config.scale} compares the rewards of the whole batch"
+    if config.kl.adaptive:
+        return "policy.kl.adaptive=true compares the divergence of the whole batch with its target"
+    if config.sampler_correction != "none":
+        return "the effective sample size of policy.sampler_correction is about the whole batch"
+    return None
+
+
 def _describe(name: str, about: str, **defaults: Any) -> AlgorithmSpec:
     """Describe a policy-gradient algorithm. `defaults`: defaults that differ from `PolicyGradientConfig`."""
     title = name.title().replace("_", "")
@@ -190,6 +202,7 @@ def _describe(name: str, about: str, **defaults: Any) -> AlgorithmSpec:
         samples_per_prompt=lambda experiment: experiment.policy.samples,
         sampling_rounds=lambda experiment: experiment.policy.sampling_rounds,
         epochs=lambda experiment: experiment.policy.epochs,
+        needs_whole_batch=_needs_whole_batch,
         methods=import_later("realrl.algorithms.policy_gradient_loss:PolicyGradientAlgorithm"),
     )
 

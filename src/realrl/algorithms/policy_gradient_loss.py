@@ -92,13 +92,14 @@ class PolicyGradientTrain(PolicyTrain):
         self,
         config: PolicyGradientConfig,
         *,
-        prompts: int,
+        prompts: int | None,
         max_new_tokens: int,
         restricted: bool = False,
         skips: bool = False,
         stale: bool = False,
     ) -> None:
-        """prompts: number of prompts per step. max_new_tokens: limit of an answer.
+        """prompts: number of prompts per step; None if a step has portions, of any number of prompts.
+        max_new_tokens: limit of an answer.
 
         restricted: whether sampling excludes tokens.
         skips: whether NaN is the score of an answer that its reward skipped. Otherwise NaN is a mistake, and must
@@ -129,7 +130,7 @@ class PolicyGradientTrain(PolicyTrain):
         if config.scale in ("group_std", "batch_std"):
             advantages = scale_by_std(advantages, table, config.scale)
         if self._skips:
-            if table.isnan().all():
+            if self._prompts is not None and table.isnan().all():
                 raise UnscoredError
             # An infinite score is a mistake that must reach the loss; the baseline may have turned it into NaN.
             advantages = torch.where(table.isinf(), torch.inf, advantages)
@@ -169,8 +170,10 @@ class PolicyGradientTrain(PolicyTrain):
 
     def _gather(self, values: Tensor, batch: Batch, dp_sum: Sum) -> Tensor:
         """Gather a value of every answer of the step. [N] of this rank -> [prompts, samples] float64"""
-        samples = self._config.samples
-        return gather_samples(values, batch.ids, prompts=self._prompts, samples=samples, dp_sum=dp_sum)
+        samples, prompts = self._config.samples, self._prompts
+        if prompts is None:
+            prompts = int(dp_sum(torch.tensor([len(batch)], device=values.device))) // samples
+        return gather_samples(values, batch.ids, prompts=prompts, samples=samples, dp_sum=dp_sum)
 
     def _divergence(self, batch: Batch, answers: Responses) -> Tensor:
         """Estimate the divergence from the reference at each answer token: [A], 0 without a reference."""
@@ -194,7 +197,7 @@ class PolicyGradientTrain(PolicyTrain):
             present = ~table.isnan() if self._skips else torch.ones_like(table, dtype=torch.bool)
             lowest = torch.where(present, table, torch.inf).amin(1, keepdim=True)
             equal = ((table == lowest) | ~present).all(1)
-            metrics.mean("groups_of_equal_rewards", equal.double().mean(), 1.0)
+            metrics.mean("groups_of_equal_rewards", equal.double().sum(), len(equal))
         if "ref_logprobs" in batch.fields:
             kl = sequence_kl(batch, answers, restricted=self._restricted)
             metrics.mean("kl", kl.sum(), count)
@@ -263,7 +266,7 @@ class PolicyGradientAlgorithm(StatelessAlgorithm):
         greedy = generation.model_copy(update={"greedy": True})
         self._train = PolicyGradientTrain(
             experiment.policy,
-            prompts=experiment.data.batch,
+            prompts=experiment.data.batch if experiment.asynchrony.portions == 1 else None,
             max_new_tokens=generation.max_new_tokens,
             restricted=generation.restricted,
             skips=may_skip(reward),

@@ -1,4 +1,4 @@
-"""Asynchronous steps: calls that sample run ahead of training."""
+"""Steps whose calls overlap: calls that sample run ahead of training, or hand on their samples in portions."""
 
 from dataclasses import replace
 
@@ -33,6 +33,31 @@ def run_ahead(graph: DataflowGraph, steps: int, span: int = 1) -> DataflowGraph:
         for call in graph.calls
     ]
     return DataflowGraph(calls, graph.keys.values(), graph.averages)
+
+
+def hand_on_portions(graph: DataflowGraph, portions: int) -> DataflowGraph:
+    """Let generate calls hand on their samples in portions."""
+    calls = [
+        replace(call, portions=portions if call.kind is Kind.GENERATE else 1) for call in graph.calls
+    ]
+    return DataflowGraph(calls, graph.keys.values(), graph.averages)
+
+
+def find_portion_problem(graph: DataflowGraph) -> str | None:
+    """Say why the calls of a graph cannot work on portions of a batch; None if they can."""
+    samplers = [call for call in graph.calls if call.kind is Kind.GENERATE]
+    if len(samplers) != 1:
+        return f"{' and '.join(call.name for call in samplers)} sample, and only one call can hand on portions"
+    (sampler,) = samplers
+    for call in (call for call in graph.calls if call != sampler):
+        if _reads(graph, sampler, call):
+            return f"{sampler.name} needs outputs of {call.name} first"
+        lengths = [graph.length_key(key) for key in call.inputs]
+        if not any(key is not None and graph.producer(key) == sampler for key in lengths):
+            return f"{call.name} reads no samples, so it does not know which of them have ended"
+        if call.minibatches > 1:
+            return f"{call.name} makes {call.minibatches} optimizer steps, which need mini-batches of the whole batch"
+    return None
 
 
 def _needs_trained(graph: DataflowGraph, call: Call) -> bool:

@@ -116,6 +116,10 @@ class Call:
 
     A generate call may spread each batch over `span` steps, with a part of the answers' tokens in each of them. It
     then works on `span` batches at a time: it ends batch t + `ahead`, and begins batch t + `ahead` + `span` - 1.
+
+    A generate call may hand on its batch in `portions`, in the order in which answers end. The calls after it work
+    on a portion as soon as it exists. Training adds up the gradients of all portions before its optimizer step. A
+    train call that `accumulates` only adds its gradients to those of earlier calls, and changes no parameters.
     """
 
     name: str
@@ -132,6 +136,8 @@ class Call:
     replays: tuple[Replay | None, ...] = ()
     ahead: int = 0
     span: int = 1
+    portions: int = 1
+    accumulates: bool = False
 
     def __post_init__(self) -> None:
         if self.ahead < 0 or (self.ahead and self.kind is Kind.TRAIN):
@@ -141,6 +147,12 @@ class Call:
         if self.span < 1 or (self.span > 1 and self.kind is not Kind.GENERATE):
             raise DescriptionError(
                 f"call {self.name}: span={self.span}; it must be 1 or more, and 1 unless the call generates"
+            )
+        streams = self.kind is Kind.GENERATE and not self.begins_ahead
+        if self.portions < 1 or (self.portions > 1 and not streams):
+            raise DescriptionError(
+                f"call {self.name}: portions={self.portions}; it must be 1 or more, and 1 unless the call generates"
+                " the batch of the present step"
             )
         if (self.role is None) != (self.kind is Kind.FUNCTION):
             raise DescriptionError(f"call {self.name}: a function has no role, every other call has one")
@@ -193,6 +205,11 @@ class Call:
     def has_metrics(self) -> bool:
         """Whether the call reports metrics. Generation does so only about its environment."""
         return self.kind is not Kind.GENERATE or self.record_fields
+
+    @property
+    def updates(self) -> bool:
+        """Whether the call changes the parameters of its role."""
+        return self.kind is Kind.TRAIN and not self.accumulates
 
     @property
     def is_function(self) -> bool:

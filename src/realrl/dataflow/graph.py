@@ -144,6 +144,11 @@ class DataflowGraph:
         return max((call.begins_ahead for call in self.calls), default=0)
 
     @cached_property
+    def streaming(self) -> Call | None:
+        """The generate call that hands on its batch in portions; None if there is none."""
+        return next((call for call in self.calls if call.portions > 1), None)
+
+    @cached_property
     def periods(self) -> frozenset[int]:
         """Periods of the moving averages, in steps."""
         return frozenset(average.period for average in self.averages)
@@ -246,6 +251,7 @@ def count_steps(count: int) -> str:
 
 def _about(call: Call, trained: Collection[str]) -> str:
     spread = f", spread over {count_steps(call.span)}" if call.span > 1 else ""
+    spread += f", in {call.portions} portions" if call.portions > 1 else ""
     early = spread + (f", {count_steps(call.ahead)} ahead" if call.ahead else "")
     if call.role is None:
         return f"{call.kind} {call.function} on the host{early}"

@@ -80,6 +80,9 @@ class Run:
     call: str
     role: str | None
     placement: Placement
+    portion: int = 0
+    """Number of the portion that the call works on, counted from 1; 0 if it works on the whole batch. The same holds
+    for the instructions below. See `Call.portions`."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ class ShareLengths:
     call: str
     output_ranks: tuple[int, ...]
     readers: tuple[int, ...]
+    portion: int = 0
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,7 @@ class Send:
     producer: str
     consumer: str
     receivers: tuple[int, ...]
+    portion: int = 0
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,7 @@ class Receive:
     producer: str
     consumer: str
     senders: tuple[int, ...]
+    portion: int = 0
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@ lengths."""
 
 from collections.abc import Collection, Mapping
 
-from realrl.dataflow.call import Call, Kind, MovingAverage
+from realrl.dataflow.call import Call, MovingAverage
 from realrl.dataflow.graph import DataflowGraph
 from realrl.layout.sets import WHOLE, TrainablePart
 from realrl.plan.plan import Plan
@@ -27,7 +27,7 @@ def dependents(graph: DataflowGraph, function: Call) -> tuple[Call, ...]:
 def changes(graph: DataflowGraph, call: Call) -> tuple[str, ...]:
     """List the roles whose parameters a call changes: the role that it trains, and the moving averages of that
     role."""
-    if call.kind is not Kind.TRAIN or call.role is None:
+    if not call.updates or call.role is None:
         return ()
     return (call.role, *(average.role for average in graph.averages if average.source == call.role))
 
@@ -44,7 +44,7 @@ def trained_sets(role: str, parts: TrainableParts) -> tuple[str, ...]:
 
 def changed_sets(graph: DataflowGraph, call: Call, role: str, parts: TrainableParts) -> tuple[str, ...]:
     """List the parameter sets of a role that a call changes."""
-    if call.kind is Kind.TRAIN and call.role == role:
+    if call.updates and call.role == role:
         return trained_sets(role, parts)
     follows = [average for average in graph.averages if average.role == role and role in changes(graph, call)]
     return following_sets(follows[0], parts) if follows else ()

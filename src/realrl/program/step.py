@@ -12,7 +12,7 @@ from itertools import chain
 
 import numpy as np
 
-from realrl.dataflow.call import Call, Kind, MovingAverage
+from realrl.dataflow.call import Call, MovingAverage
 from realrl.dataflow.graph import DataflowGraph
 from realrl.program.arrays import Bools, Ints
 from realrl.program.order import (
@@ -276,13 +276,13 @@ class StepGraph:
                     Activity(phase, c, home, home) for phase in (Phase.COLLECT, Phase.HAND_ON_COLLECTED)
                 ]
                 continue
-            back = Phase.OFFLOAD_CHANGED if self.calls[c].kind is Kind.TRAIN else Phase.OFFLOAD
+            back = Phase.OFFLOAD_CHANGED if self.calls[c].updates else Phase.OFFLOAD
             found += [Activity(phase, c, home, home) for phase in (Phase.LOAD, Phase.HAND_ON, back)]
             if home != c:
                 elsewhere = (Phase.REALLOCATE, c), (Phase.OFFLOAD_SOURCE, home), (Phase.RELEASE, home)
                 found += [Activity(phase, c, home, target) for phase, target in elsewhere]
             for number, average in enumerate(self.graph.averages):
-                if self.calls[c].kind is Kind.TRAIN and average.source == self.calls[c].role:
+                if self.calls[c].updates and average.source == self.calls[c].role:
                     follower = homes[average.role]
                     found += [
                         Activity(Phase.LOAD_FOLLOWER, c, follower, follower, average, number),
@@ -290,7 +290,7 @@ class StepGraph:
                         Activity(Phase.OFFLOAD_FOLLOWER, c, follower, follower, average, number),
                     ]
                     found += self._refreshes(Phase.REFRESH_FOLLOWER, c, follower, average, number)
-            if self.calls[c].kind is Kind.TRAIN:
+            if self.calls[c].updates:
                 found += self._refreshes(Phase.REFRESH, c, home)
         return tuple(found)
 

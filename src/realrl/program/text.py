@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import cast
 
 from realrl.layout.sets import BASE
@@ -83,7 +84,8 @@ def format_instruction(instruction: Instruction) -> str:
             verb = "receive"
         case Report(call, senders, receiver):
             verb, rest = "report", f"{call}: {format_ranks(senders)} -> {receiver}"
-    return f"{verb:<10} {rest}"
+    portion = getattr(instruction, "portion", 0)
+    return f"{verb:<10} {rest}" + (f", portion {portion}" if portion else "")
 
 
 def _parse_reallocate(name: str, source: str, target: str, into: str | None, mix: str | None) -> Reallocate:
@@ -148,9 +150,11 @@ def parse_instruction(line: str) -> Instruction:
     verb, _, rest = line.strip().partition(" ")
     if verb in _FORMS:
         pattern, build = _FORMS[verb]
-        match = re.fullmatch(pattern, rest.strip())
+        portion = re.search(r", portion (\d+)$", rest)
+        match = re.fullmatch(pattern, rest[: portion.start() if portion else None].strip())
         if match is not None:
-            return build(*match.groups())
+            instruction = build(*match.groups())
+            return replace(instruction, portion=int(portion[1])) if portion else instruction
     raise ValueError(f"not an instruction: {line!r}")
 
 

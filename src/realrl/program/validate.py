@@ -301,7 +301,7 @@ class _DryRun:
                     rank, call.model_role, run.placement, name, trains=call.kind is Kind.TRAIN
                 )
         self._check_staleness(call)
-        for name in trained_sets(call.model_role, self.parts) if call.kind is Kind.TRAIN else ():
+        for name in trained_sets(call.model_role, self.parts) if call.updates else ():
             copy = (call.model_role, run.placement.layout, name)
             self.versions[call.model_role, name] += 1
             for rank in members:

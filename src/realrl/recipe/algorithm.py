@@ -50,6 +50,10 @@ def _one(experiment: Any) -> int:
     return 1
 
 
+def _say_unknown(experiment: Any) -> str | None:
+    return "the algorithm does not say that it can train on portions of a batch (AlgorithmSpec.needs_whole_batch)"
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AlgorithmSpec:
     """One algorithm. Its functions take a recipe of class `recipe`.
@@ -96,6 +100,10 @@ class AlgorithmSpec:
     whose samples all have the same `score`. The graph must have the key `score`, with one number per item."""
     epochs: Callable[[Any], int] = _one
     """Number of passes of train calls over the items of a step."""
+    needs_whole_batch: Callable[[Any], str | None] = _say_unknown
+    """Returns why training needs the whole batch, for example "advantages are normalised over the batch"; None if
+    `prepare` and `loss` only compare the samples of a prompt. Only then can training begin on portions of a batch
+    (`asynchrony.portions`)."""
     experience_calls: tuple[str, ...] = ()
     """Train calls whose `prepare` computes experience like PPO: rewards with a KL penalty, and advantages or
     returns by GAE. The planner adds the measured time of this computation. For all other train calls, it assumes
@@ -226,7 +234,7 @@ class AlgorithmSpec:
     def given_functions(self) -> dict[str, Callable[..., Any]]:
         """Functions in the description, by field, without default functions."""
         fields = {field: getattr(self, field) for field in _FUNCTIONS}
-        return {field: value for field, value in fields.items() if value is not None and value is not _one}
+        return {field: value for field, value in fields.items() if value not in (None, _one, _say_unknown)}
 
     @property
     def heads(self) -> dict[str, Head]:
@@ -279,6 +287,7 @@ _FUNCTIONS = {
     "samples_per_prompt": False,
     "sampling_rounds": False,
     "epochs": False,
+    "needs_whole_batch": False,
     "answers": True,
 }
 """The fields that hold functions, and whether None is allowed."""

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from realrl.config.errors import UserError, join
 from realrl.config.explain import join_mistakes, nearest
 from realrl.config.hardware import choose_products, computes_on_gpus
+from realrl.dataflow.asynchrony import find_portion_problem
 from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import SCORE, AlgorithmSpec
@@ -107,10 +108,11 @@ def _spec_problems(experiment: Experiment) -> Iterator[str]:
 
 
 def _asynchrony_problems(experiment: Experiment) -> Iterator[str]:
-    staleness, spec = experiment.asynchrony.staleness, experiment.spec
-    if not staleness:
+    settings, spec = experiment.asynchrony, experiment.spec
+    if not settings.active:
         return
-    field = f"asynchrony.staleness={staleness}"
+    name = "portions" if settings.portions > 1 else "staleness"
+    field = f"asynchrony.{name}={getattr(settings, name)}"
     if spec.generation is None or not spec.trains:
         missing = "sample" if spec.trains else "train"
         yield f"{field}: steps of {spec.name} do not {missing}; leave it out"
@@ -118,14 +120,35 @@ def _asynchrony_problems(experiment: Experiment) -> Iterator[str]:
     rounds = spec.sampling_rounds(experiment)
     if rounds > 1:
         yield (
-            f"{field}: sampling cannot run ahead if a step samples in up to {rounds} rounds; set"
-            " policy.sampling_rounds=1, or staleness=0"
+            f"{field}: training cannot overlap with sampling if a step samples in up to {rounds} rounds; set"
+            f" policy.sampling_rounds=1, or {name}={type(settings).model_fields[name].default}"
         )
-    if experiment.asynchrony.partial and experiment.environment_config is not None:
+    if settings.portions > 1:
+        yield from _portion_problems(experiment, field)
+    if settings.partial and experiment.environment_config is not None:
         yield "asynchrony.partial=true: trajectories in an environment are not interrupted; set partial=false"
     record = experiment.debug.record
     if record.steps or record.every is not None:
         yield f"{field}: steps of asynchronous runs cannot be replayed; leave debug.record out"
+
+
+def _portion_problems(experiment: Experiment, field: str) -> Iterator[str]:
+    spec = experiment.spec
+    if (reason := spec.needs_whole_batch(experiment)) is not None:
+        yield f"{field}: {reason}; set portions=1"
+    if (epochs := spec.epochs(experiment)) > 1:
+        yield f"{field}: {epochs} passes over a batch begin when it is complete; set portions=1, or one pass"
+    if experiment.environment_config is not None:
+        yield f"{field}: trajectories in an environment are handed on together; set portions=1"
+    if experiment.data.batch < experiment.asynchrony.portions:
+        yield f"{field}: a batch has only {experiment.data.batch} prompts (data.batch); set portions to at most that"
+    for role in spec.roles_of(experiment):
+        model = getattr(experiment.models, role)
+        if isinstance(model, TrainedModelConfig) and model.router_loss:
+            yield (
+                f"{field}: models.{role}.router_loss={model.router_loss:g} is a mean over the whole batch; set it to"
+                " 0, or portions=1"
+            )
 
 
 def _problems(experiment: Experiment) -> Iterator[str]:
@@ -180,6 +203,8 @@ def _graph_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[st
                 f"asynchrony.partial=true: the next step can only continue answers if {call.name} outputs"
                 f" {join(kept, 'and')}; it lacks {join(missing, 'and')}"
             )
+    if experiment.asynchrony.portions > 1 and (reason := find_portion_problem(graph)) is not None:
+        yield f"asynchrony.portions={experiment.asynchrony.portions}: {reason}; set portions=1"
     yield from _quantisation_problems(experiment, graph)
     yield from _kernel_problems(experiment)
     for average in graph.averages:

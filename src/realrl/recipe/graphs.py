@@ -5,7 +5,7 @@ from itertools import chain
 from typing import Any
 
 from realrl.config.errors import UserError
-from realrl.dataflow.asynchrony import run_ahead
+from realrl.dataflow.asynchrony import hand_on_portions, run_ahead
 from realrl.dataflow.call import ROUTED_EXPERTS, Kind
 from realrl.dataflow.environment import OUTPUTS as ENVIRONMENT_KEYS
 from realrl.dataflow.environment import add_environment
@@ -24,7 +24,10 @@ SAMPLED = ("sequences", "prompt_length", "finished")
 def build_graph(experiment: Experiment) -> DataflowGraph:
     """Build the calls of one training step. Raises UserError if they contradict the algorithm's description."""
     graph = _build(experiment, experiment.spec.train_graph, "train_graph", _train_problems)
-    return run_ahead(graph, experiment.asynchrony.ahead, experiment.asynchrony.span)
+    settings = experiment.asynchrony
+    if settings.portions > 1:
+        return hand_on_portions(graph, settings.portions)
+    return run_ahead(graph, settings.ahead, settings.span)
 
 
 def build_eval_graph(experiment: Experiment) -> DataflowGraph | None:

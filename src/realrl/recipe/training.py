@@ -45,7 +45,8 @@ class TrainingConfig(Settings):
 
 
 class AsynchronyConfig(Settings):
-    """Training on tokens of earlier weights, so that no step waits for long answers or slow rewards."""
+    """Training while other answers are sampled: answers of later batches, with earlier weights, or the other answers
+    of the same batch."""
 
     staleness: int = Field(default=0, ge=0, le=8)
     """Age of the oldest tokens of a batch when it is trained on: the number of training steps since the weights
@@ -58,6 +59,10 @@ class AsynchronyConfig(Settings):
     overlap: bool = True
     """Train while the next batch is sampled. false trains after sampling, usually on the same devices; only
     `partial` is then asynchronous."""
+    portions: int = Field(default=1, ge=1, le=64)
+    """Hand on the answers of a step in this many portions, in the order in which they end. Rewards, inference and
+    training work on a portion while the other answers go on, on other devices; the optimizer step follows when the
+    last portion has been trained on. All tokens come from the latest weights. Above 1, `staleness` must be 0."""
 
     @property
     def ahead(self) -> int:
@@ -71,6 +76,11 @@ class AsynchronyConfig(Settings):
         """Number of steps over which sampling of a batch is spread."""
         return self.staleness - self.ahead + 1
 
+    @property
+    def active(self) -> bool:
+        """Whether calls of a step overlap with sampling of the same step, or of another step."""
+        return self.staleness > 0 or self.portions > 1
+
     @model_validator(mode="after")
     def _does_something(self) -> Self:
         if self.partial and self.span == 1:
@@ -79,6 +89,11 @@ class AsynchronyConfig(Settings):
             raise ValueError(
                 f"partial=true with staleness={self.staleness} has one step for each answer; set staleness to"
                 f" {least} or more{also}"
+            )
+        if self.portions > 1 and self.staleness:
+            raise ValueError(
+                f"portions={self.portions} with staleness={self.staleness}: training on earlier batches already"
+                " overlaps with sampling; set portions=1, or staleness=0"
             )
         if not self.overlap and not self.partial:
             raise ValueError(

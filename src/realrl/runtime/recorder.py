@@ -62,7 +62,7 @@ class Recorder:
         """`say` is called with notes. Raises UserError if the recipe asks for a step that the run does not have."""
         self._settings = settings = job.experiment.debug.record
         # Steps of asynchronous runs cannot be replayed.
-        self._most = 0 if job.experiment.asynchrony.staleness else settings.trouble
+        self._most = 0 if job.experiment.asynchrony.active else settings.trouble
         """Maximum number of steps with trouble that are recorded."""
         late = [step for step in settings.steps if step > training.count]
         if late:

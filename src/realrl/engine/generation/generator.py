@@ -99,58 +99,154 @@ def generate(
     `kept` holds memory that later calls of this model use again; without it, all memory is freed at the end.
     `after_step` is called after each decode step. Raises NotFiniteLogitsError if the model's logits are not finite.
     """
-    given = batch[prompts]
-    groups = group_samples(batch.ids, given, samples)
-    # Prompts that are prefilled together should have similar lengths, because some attention kernels pad them.
-    groups.sort(key=lambda group: -given.lengths[group[0]])
-    rows = list_rows(groups, given.to(torch.device("cpu")))
-    keys = SamplingNoise(seed).make_keys(torch.tensor(batch.ids)).tolist() if part is None else part.keys
-    for row in rows:
-        row.key = keys[row.number]
-        if part is not None:
-            tokens, known = part.begun[row.number]
-            row.tokens.extend(tokens)
-            row.logprobs.extend(known)
-            row.limit = len(tokens) + part.tokens
-    call = GenerateCall(
+    generation = Generation(
         model,
-        rows,
+        batch,
+        prompts,
         sampling=sampling,
         stop_token_ids=stop_token_ids,
         seed=seed,
         kv_capacity=kv_capacity,
         stop=stop,
-        # Other TP ranks choose the same experts, so one record is enough.
-        record_experts=record_experts and model.groups.tensor.index == 0,
+        samples=samples,
+        record_experts=record_experts,
         kept=kept,
         turns=turns,
+        part=part,
     )
-    # While one stage of a pipeline works on a decode batch, the other stages work on the other batches.
-    _interleave([DecodeBatch(call, number) for number in range(call.batches)], after_step)
-    model.pipeline.wait_sends()
-    rows.sort(key=lambda row: row.number)
-    experts = [] if call.experts is None else join_stages(model, rows, call.experts)
-    if not model.shard.last and part is None:
-        return batch
-    for row, item in zip(rows, batch.ids, strict=True) if model.shard.last else ():
-        _check_finite(row, seed.first_sequence + item)
-    # An environment may have replaced a prompt.
-    sequences = [as_tensor(row.prompt.tokens + row.tokens, torch.int64) for row in rows]
-    logprobs = [
-        torch.cat([torch.zeros(row.prompt.length), as_tensor(row.logprobs, torch.float32)]) for row in rows
-    ]
-    finished = torch.tensor([float(call.has_ended(row)) for row in rows])
-    if experts:
-        batch = batch.with_fields(**{ROUTED_EXPERTS: Ragged.of(experts, dtype=EXPERT_DTYPE)})
-    if turns is not None:
-        masks = [_mask_actions(row) for row in rows]
-        batch = batch.with_fields(action_mask=Ragged.of(masks, dtype=torch.int16))
-    return batch.with_fields(
-        sequences=Ragged.of(sequences, dtype=torch.int64),
-        logprobs=Ragged.of(logprobs, dtype=torch.float32),
-        prompt_length=Ragged.scalars(torch.tensor(given.lengths, dtype=torch.int64)),
-        finished=Ragged.scalars(finished),
-    )
+    generation.run(after_step)
+    return generation.take()
+
+
+class Generation:
+    """A generate call that can pause while some of its items go on. Its cache stays in memory meanwhile."""
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        model: Model,
+        batch: Batch,
+        prompts: str,
+        *,
+        sampling: GenerationConfig,
+        stop_token_ids: tuple[int, ...],
+        seed: SamplingSeed,
+        kv_capacity: int,
+        stop: StopStrings | None = None,
+        samples: int = 1,
+        record_experts: bool = False,
+        kept: KeptDecoding | None = None,
+        turns: Turns | None = None,
+        part: Part | None = None,
+    ) -> None:
+        """Begin the call. The arguments are those of `generate`."""
+        self._model, self._batch, self._given = model, batch, batch[prompts]
+        self._turns, self._part, self._first = turns, part, seed.first_sequence
+        groups = group_samples(batch.ids, self._given, samples)
+        self.prompts = len(groups)
+        """Number of prompts, each with all its samples."""
+        # Prompts that are prefilled together should have similar lengths, because some attention kernels pad them.
+        groups.sort(key=lambda group: -self._given.lengths[group[0]])
+        rows = list_rows(groups, self._given.to(torch.device("cpu")))
+        keys = SamplingNoise(seed).make_keys(torch.tensor(batch.ids)).tolist() if part is None else part.keys
+        for row in rows:
+            row.key = keys[row.number]
+            if part is not None:
+                tokens, known = part.begun[row.number]
+                row.tokens.extend(tokens)
+                row.logprobs.extend(known)
+                row.limit = len(tokens) + part.tokens
+        self._call = GenerateCall(
+            model,
+            rows,
+            sampling=sampling,
+            stop_token_ids=stop_token_ids,
+            seed=seed,
+            kv_capacity=kv_capacity,
+            stop=stop,
+            # Other TP ranks choose the same experts, so one record is enough.
+            record_experts=record_experts and model.groups.tensor.index == 0,
+            kept=kept,
+            turns=turns,
+        )
+        self._left = sorted(rows, key=lambda row: row.number)
+        """Rows that have not been taken, in the order of their items."""
+        self._open = {id(group[0].prompt): group for group in _group_by_prompt(rows)}
+        """Prompts with rows that have not ended, and these rows."""
+        # While one stage of a pipeline works on a decode batch, the other stages work on the other batches.
+        batches = [DecodeBatch(self._call, number) for number in range(self._call.batches)]
+        self._active = deque[Iterator[None]](batch.run() for batch in batches)
+        self._begun = False
+
+    @torch.no_grad()
+    def run(self, after_step: Callable[[], None] = lambda: None, *, most_open: int = 0) -> None:
+        """Sample until at most `most_open` prompts have rows that go on.
+
+        Decode batches advance step by step. While one batch is on another stage of the pipeline, this stage works
+        on the next. Every stage takes the same steps in the same order, and so pauses after the same tokens.
+        """
+        if not self._begun:
+            for steps in self._active:
+                next(steps)
+            self._begun = True
+        while self._active and (most_open == 0 or self._count_open() > most_open):
+            steps = self._active.popleft()
+            if next(steps, _ENDED) is not _ENDED:
+                self._active.append(steps)
+                after_step()
+        if not self._active:
+            self._model.pipeline.wait_sends()
+
+    def _count_open(self) -> int:
+        for prompt, rows in [*self._open.items()]:
+            rows = self._open[prompt] = [row for row in rows if not row.done]
+            if not rows:
+                del self._open[prompt]
+        return len(self._open)
+
+    @torch.no_grad()
+    def take(self) -> Batch:
+        """Return the items that have ended since the last time, with the fields that `generate` adds.
+
+        Stages before the last one of a pipeline return them without these fields, unless the call is a part.
+        """
+        rows = self._left if not self._active else [row for row in self._left if row.done]
+        taken = {row.number for row in rows}
+        self._left = [row for row in self._left if row.number not in taken]
+        model, call = self._model, self._call
+        experts = [] if call.experts is None else join_stages(model, rows, call.experts)
+        batch = self._batch
+        if len(rows) < len(batch):
+            batch = batch.select([row.number for row in rows])
+        if not model.shard.last and self._part is None:
+            return batch
+        for row, item in zip(rows, batch.ids, strict=True) if model.shard.last else ():
+            _check_finite(row, self._first + item)
+        # An environment may have replaced a prompt.
+        sequences = [as_tensor(row.prompt.tokens + row.tokens, torch.int64) for row in rows]
+        logprobs = [
+            torch.cat([torch.zeros(row.prompt.length), as_tensor(row.logprobs, torch.float32)]) for row in rows
+        ]
+        finished = torch.tensor([float(call.has_ended(row)) for row in rows])
+        if experts:
+            batch = batch.with_fields(**{ROUTED_EXPERTS: Ragged.of(experts, dtype=EXPERT_DTYPE)})
+        if self._turns is not None:
+            masks = [_mask_actions(row) for row in rows]
+            batch = batch.with_fields(action_mask=Ragged.of(masks, dtype=torch.int16))
+        lengths = [self._given.lengths[row.number] for row in rows]
+        return batch.with_fields(
+            sequences=Ragged.of(sequences, dtype=torch.int64),
+            logprobs=Ragged.of(logprobs, dtype=torch.float32),
+            prompt_length=Ragged.scalars(torch.tensor(lengths, dtype=torch.int64)),
+            finished=Ragged.scalars(finished),
+        )
+
+
+def _group_by_prompt(rows: Sequence[DecodeRow]) -> list[list[DecodeRow]]:
+    groups = defaultdict(list)
+    for row in rows:
+        groups[id(row.prompt)].append(row)
+    return list(groups.values())
 
 
 def _mask_actions(row: DecodeRow) -> torch.Tensor:
@@ -169,22 +265,6 @@ def list_rows(groups: Sequence[Sequence[int]], prompts: Ragged) -> list[DecodeRo
         prompt = Prompt(number, array("q", prompts.row(group[0]).tolist()))
         rows += [DecodeRow(position, prompt) for position in group]
     return rows
-
-
-def _interleave(batches: Sequence[DecodeBatch], after_step: Callable[[], None]) -> None:
-    """Advance decode batches step by step.
-
-    While one batch is on another stage of the pipeline, this stage works on the next. Every stage takes the same
-    steps in the same order.
-    """
-    active = deque[Iterator[None]](batch.run() for batch in batches)
-    for steps in active:
-        next(steps)
-    while active:
-        steps = active.popleft()
-        if next(steps, _ENDED) is not _ENDED:
-            active.append(steps)
-            after_step()
 
 
 _ENDED = object()

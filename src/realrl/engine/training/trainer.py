@@ -90,6 +90,8 @@ class Trainer:
         workspace = [self.gradients.data, *self.optimizer.workspace]
         self._waiting: list[tuple[Batch, Metrics]] = []
         """Batches whose gradients no optimizer step has applied yet, with their metrics."""
+        self._weight = 0.0
+        """Global weight of these batches, if their gradients have not been divided by it."""
         self.memory = Offloadable(self._accumulation.persistent, workspace)
         """Memory that training needs in addition to the parameters."""
 
@@ -176,8 +178,13 @@ class Trainer:
         metrics.update(method.finish())
         return metrics
 
-    def accumulate(self, batch: Batch, method: TrainMethod, options: TrainOptions) -> Metrics:
+    def accumulate(
+        self, batch: Batch, method: TrainMethod, options: TrainOptions, *, averages: bool = True
+    ) -> Metrics:
         """Add the gradients of this rank's items to those of earlier calls. `update` applies their sum.
+
+        `averages`: divide the loss by the global weight of these items, as `train` does. If this is false, `update`
+        divides all gradients by the weight of the items of all calls.
 
         If the method fails, all these gradients are dropped. Returns the metrics of `train`, without those of
         optimizer steps.
@@ -189,11 +196,13 @@ class Trainer:
             self._balance.begin_call()
         sampled = SampledItems.of(batch, ())
         try:
-            found, learns = self._accumulate_gradients(batch, method, options, sampled, last=False)
+            found, learns = self._accumulate_gradients(
+                batch, method, options, sampled, last=False, averages=averages
+            )
         except BaseException:
             # Gradients of some micro-batches must not stay behind.
             self.optimizer.discard()
-            self._waiting = []
+            self._waiting, self._weight = [], 0.0
             raise
         if learns:
             self._waiting.append((batch, found))
@@ -216,7 +225,7 @@ class Trainer:
             metrics.update(self._update(*waiting[-1], lr, before_update))
         else:
             self.optimizer.discard()
-        self._waiting = []
+        self._waiting, self._weight = [], 0.0
         metrics.update(self._end_updates(lr, empty=int(not waiting)))
         return metrics
 
@@ -231,6 +240,8 @@ class Trainer:
         """Make an optimizer step, or skip it if a gradient is not finite. `found`: the metrics of `minibatch`."""
         metrics = Metrics()
         summed = self._accumulation.finalize()
+        for gradients in (self.gradients.data, *summed.values()) if self._weight else ():
+            gradients.div_(self._weight)
         before_update()
         norm = self.optimizer.step(lr, head_scale=head_scale, summed=summed)
         if isfinite(norm):
@@ -284,8 +295,9 @@ class Trainer:
         sampled: SampledItems,
         *,
         last: bool = True,
+        averages: bool = True,
     ) -> tuple[Metrics, bool]:
-        """Accumulate the gradient of one mini-batch.
+        """Accumulate the gradient of one mini-batch. `averages`: see `accumulate`.
 
         Returns, on every stage, its metrics summed over data-parallel ranks, and whether it has any weight.
         """
@@ -295,7 +307,11 @@ class Trainer:
         totals = torch.tensor([own_weight, len(rows)], device=model.device)
         weight, sequences = model.groups.data.sum(totals)
         learns = bool(weight != 0)
-        weight = torch.where(weight > 0, weight, 1.0)  # without weight, all losses are 0
+        if averages:
+            weight = torch.where(weight > 0, weight, 1.0)  # without weight, all losses are 0
+        else:
+            self._weight += float(weight)
+            weight = torch.ones_like(weight)
         costs = count_item_tokens(batch, rows)
         parts = model.split_micro_batches(costs, options.max_tokens)
         tokens = [sum(costs[i] for i in positions) for positions in parts]

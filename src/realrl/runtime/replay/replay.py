@@ -78,10 +78,10 @@ def replay_step(
     Raises UserError if the step was not recorded, or if its checkpoint does not exist.
     """
     assert experiment.plan != SEARCH, "a replay has a plan"
-    if experiment.asynchrony.staleness:
+    if experiment.asynchrony.active:
         raise UserError(
-            f"run_dir={experiment.run_dir}: steps of asynchronous runs cannot be replayed, because their samples"
-            f" come from earlier weights (asynchrony.staleness={experiment.asynchrony.staleness})"
+            f"run_dir={experiment.run_dir}: steps of asynchronous runs cannot be replayed, because their calls"
+            " overlap with sampling (asynchrony)"
         )
     record = read_record(Path(experiment.run_dir), step)
     cluster = resolve_cluster(experiment.cluster, experiment.device)

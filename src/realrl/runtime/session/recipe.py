@@ -117,9 +117,6 @@ class SessionModels:
             experiment = recipe.model_validate(given)
         except ValidationError as error:
             raise UserError(explain(error, recipe)) from None
-        if experiment.asynchrony.staleness:
-            raise UserError(
-                f"asynchrony.staleness={experiment.asynchrony.staleness}: the program that opens a session decides"
-                " when it samples; leave it out"
-            )
+        if experiment.asynchrony.active:
+            raise UserError("asynchrony: the program that opens a session decides when it samples; leave it out")
         return complete(experiment, spec)

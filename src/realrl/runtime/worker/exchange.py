@@ -60,15 +60,19 @@ class Exchange:
                 store.put(key.name, ids, Ragged(values, lengths[key.name]))
 
     def share_lengths(self, share: ShareLengths, store: Store) -> None:
-        """Gather the lengths of a call's new rows on its first output rank, which sends them to all readers."""
+        """Gather the lengths of a call's new rows on its first output rank, which sends them to all readers.
+
+        The length of a row that does not exist yet is -1.
+        """
         rank, first = self._process.rank, share.output_ranks[0]
         call = store.graph.call(share.call)
         items = [store.items(call, dp) for dp in range(len(share.output_ranks))]
         mine = items[share.output_ranks.index(rank)] if rank in share.output_ranks else []
-        known = torch.tensor(store.rows(share.key, mine).lengths if mine else (), dtype=torch.int64)
+        rows = [store.row(share.key, item) for item in mine]
+        known = torch.tensor([-1 if row is None else len(row) for row in rows], dtype=torch.int64)
         if rank != first and mine:
             self._post(known, first, _LENGTHS_TAG)
-        everything = torch.zeros(store.size, dtype=torch.int64)
+        everything = torch.tensor(store.lengths.get(share.key, (-1,) * store.size), dtype=torch.int64)
         if rank == first:
             if mine:
                 everything[mine] = known

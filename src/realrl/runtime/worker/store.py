@@ -24,6 +24,11 @@ class Store:
         self.size = 0
         """Number of items in the step's global batch."""
         self.lengths: dict[str, tuple[int, ...]] = {}
+        """Row lengths by key. In a step with portions, a length is -1 as long as the row does not exist."""
+        self.portion: list[int] | None = None
+        """Items of a portion, in ascending order. None if this is not the store of a portion."""
+        self._handed_on: set[int] = set()
+        """Items of the portions so far."""
         self._rows: dict[str, dict[int, Tensor]] = {}
         self._assignments: dict[str, list[list[list[int]]]] = {}
 
@@ -41,6 +46,20 @@ class Store:
     def put_row(self, key: str, item: int, row: Tensor) -> None:
         """Add the row of `key` for one item, or replace it."""
         self._rows.setdefault(key, {})[item] = row
+
+    def hand_on(self, key: str) -> "Store":
+        """Make a store for the next portion of the step, with the rows and lengths of this store.
+
+        Its items are those of prompts with all their samples, without the items of earlier portions. `key`: the key
+        of samples, whose lengths are -1 as long as they go on.
+        """
+        portion = Store(self.graph, self.plan, self.samples)
+        portion.size, portion.lengths, portion._rows = self.size, self.lengths, self._rows
+        prompts = (range(i, i + self.samples) for i in range(0, self.size, self.samples))
+        ended = (items for items in prompts if all(self.lengths[key][item] >= 0 for item in items))
+        portion.portion = [item for items in ended for item in items if item not in self._handed_on]
+        self._handed_on.update(portion.portion)
+        return portion
 
     def place(self, call: Call, assignment: list[list[int]]) -> None:
         """Set the assignment of items to ranks for a call that has already run.
@@ -82,16 +101,20 @@ class Store:
         do not train, some ranks may get no items.
         """
         if call.name not in self._assignments:
-            everyone = list(range(self.size))
+            sampling = call.kind is Kind.GENERATE
+            everyone = list(range(self.size)) if sampling or self.portion is None else self.portion
             columns = [self.row_lengths(key, everyone) for key in call.work]
             costs = [sum(item) for item in zip(*columns, strict=True)]
             dp = self.plan[call.name].strategy.dp
-            if call.kind is Kind.GENERATE and self.samples > 1:
+            if sampling and self.samples > 1:
                 found = [[items] for items in partition_samples(costs, self.samples, dp)]
-            elif call.kind is Kind.TRAIN:
+            elif call.kind is Kind.TRAIN and self.portion is None:
                 found = assign(costs, minibatches=call.minibatches, dp=dp)
             else:
-                found = [[items] for items in partition(costs, dp)]
+                found = [[[everyone[i] for i in items]] for items in partition(costs, dp)]
+            if sampling and self.portion is not None:
+                chosen = {*self.portion}
+                found = [[[item for item in items if item in chosen]] for (items,) in found]
             self._assignments[call.name] = found
         return self._assignments[call.name]
 

@@ -24,7 +24,7 @@ from realrl.config.user_code import name_function
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import Call, Kind
 from realrl.engine.finite import NotFiniteError, NotFiniteLogitsError
-from realrl.engine.generation.generator import Part, generate, group_samples
+from realrl.engine.generation.generator import Generation, Part, generate, group_samples
 from realrl.engine.generation.sampling_noise import SamplingNoise, SamplingSeed
 from realrl.engine.model import Model
 from realrl.engine.reduced_metrics import DifferentMetricsError
@@ -136,6 +136,8 @@ class _Step:
     """Metrics by call."""
     advance: Callable[[], None]
     """Function that reports progress to the watchdog."""
+    last: bool = True
+    """Whether these are all items that the step still has to train on, so that the optimizer step follows."""
     going_on: int = 0
     """Number of this rank's answers that the next step continues."""
 
@@ -143,6 +145,10 @@ class _Step:
     def number(self) -> int:
         """Number of the training step that trains on the batch, counted from 0."""
         return self.input.sampling_seed.step
+
+    def add_metrics(self, call: Call, metrics: Metrics) -> None:
+        """Add the metrics of a call to those of earlier portions."""
+        self.metrics.setdefault(call.name, Metrics()).update(metrics)
 
     def after_pass(self) -> None:
         """Record that a decode step, or a micro-batch's forward or backward pass, has finished."""
@@ -181,6 +187,8 @@ class Worker:
         self._activity = process.activity
         self._functions = Functions(trace, process.activity)
         self._early_loads, self._environments = early_loads, environments
+        self._generation: Generation | None = None
+        """The generate call that hands on portions, from its first to its last portion."""
         self._movers: dict[type[Instruction], Callable[..., None]] = {
             Reallocate: roles.reallocate,
             Release: roles.release,
@@ -254,10 +262,22 @@ class Worker:
                     return [graph.call(call).ahead]
             return []
 
+        portions: dict[int, _Step] = {}
+        """Portions that have been handed on, by number."""
+        streaming = graph.streaming
+
         def now(instruction: Instruction) -> _Step:
-            """Find the first batch that an instruction works on."""
+            """Find the first batch that an instruction works on, or its portion of that batch."""
             # Parameters move for the batch that is trained on.
-            return steps[min(find_batches(instruction), default=min(steps))]
+            whole = steps[min(find_batches(instruction), default=min(steps))]
+            return portions.get(getattr(instruction, "portion", 0), whole)
+
+        def share_lengths(share: ShareLengths) -> None:
+            step = now(share)
+            self._exchange.share_lengths(share, step.store)
+            if streaming is not None and share.call == streaming.name:
+                last = share.portion == streaming.portions
+                portions[share.portion] = replace(step, store=step.store.hand_on(share.key), last=last)
 
         present = steps[min(steps)].number - min(steps)
 
@@ -275,11 +295,13 @@ class Worker:
             Run: lambda i: self._run_call(i, steps, now(i)),
             Send: lambda i: self._exchange.send(i, now(i).store),
             Receive: lambda i: self._exchange.receive(i, now(i).store),
-            ShareLengths: lambda i: self._exchange.share_lengths(i, now(i).store),
+            ShareLengths: share_lengths,
             Report: lambda i: self._exchange.report(i, now(i).metrics),
             **self._movers,
         }
         orders = {call.name: i for i, call in enumerate(graph.order)}
+        running: dict[str, _Step] = {}
+        """Function -> the batch, or its portion, for which it was started last."""
         reached = 0
         early = next((loads for of, loads in self._early_loads if of is program), {})
         report()
@@ -289,13 +311,16 @@ class Worker:
             numbers = [steps[ahead].number for ahead in find_batches(instruction)] if graph.ahead else []
             self._activity.begin(text, of, reached, position, [number + 1 for number in numbers])
             if isinstance(instruction, Run) and instruction.role is None:
+                if instruction.call in self._functions.running:  # for an earlier portion
+                    self._collect(instruction.call, running[instruction.call])
                 self._start(instruction, now(instruction), describe(numbers))
+                running[instruction.call] = now(instruction)
                 continue
             measured = nullcontext() if timer is None else timer.instruction(instruction)
             with self._trace.slice(text, **describe(numbers)) as details, measured:
                 function = self._needed(instruction)
                 if function is not None:
-                    details["waiting"] = self._collect(function, steps[graph.call(function).ahead])
+                    details["waiting"] = self._collect(function, running[function])
                     report(function)
                 for load in early.get(position, ()):
                     self._roles.prefetch(load)
@@ -304,7 +329,7 @@ class Worker:
             if isinstance(instruction, Run):
                 report(instruction.call)
         for function in self._functions.running:
-            batch = steps[graph.call(function).ahead]
+            batch = running[function]
             numbers = [batch.number] if graph.ahead else []
             with self._trace.slice(f"wait for {function}", **describe(numbers)):
                 self._collect(function, batch)
@@ -402,6 +427,9 @@ class Worker:
         if call.span > 1:
             self._run_parts(run, call, {batch: steps[batch] for batch in list_batches(call, steps)})
             return
+        if call.portions > 1:
+            self._run_portion(run, call, now)
+            return
         try:
             self._run(run, now)
         except DifferentMetricsError as error:
@@ -480,10 +508,10 @@ class Worker:
                 call.candidates,
                 call.replays,
             )
-            now.metrics[call.name] = metrics
+            now.add_metrics(call, metrics)
         else:
             assert call.kind is Kind.TRAIN, f"{call.name} is a function"
-            now.metrics[call.name] = self._train(run, call, batch, now)
+            now.add_metrics(call, self._train(run, call, batch, now))
         if call.kind is not Kind.GENERATE:
             now.worked(lambda: read_passes(model.counts))
         for key in call.outputs if len(batch) and self._process.rank in run.placement.output_ranks else ():
@@ -555,6 +583,52 @@ class Worker:
                 lengths = given.lengths, batch["sequences"].lengths
                 first.worked(lambda: count_generation(model.counts, groups, *lengths, known))
 
+    def _run_portion(self, run: Run, call: Call, now: _Step) -> None:
+        """Sample until one more portion of this rank's prompts have all their answers, and store these answers.
+
+        The other answers go on in the next portion.
+        """
+        assert run.role is not None, "generate calls have a model"
+        store, dp = now.store, run.placement.item_index(self._process.rank)
+        model = self._roles.model(run.role, run.placement)
+        model.counts.reset()
+        method = cast(GenerateMethod, self._algorithm.method(call.name))
+        sampling = method.sampling_of(evaluation=False)
+        if run.portion == 1:
+            batch = store.batch(call, dp)
+            self._generation = None
+            if len(batch):
+                self._generation = Generation(
+                    model,
+                    batch,
+                    method.prompts,
+                    sampling=sampling,
+                    stop_token_ids=self._find_stop_token_ids(sampling),
+                    stop=StopStrings.of(self._tokenizer, sampling),
+                    seed=replace(now.input.sampling_seed, call=0),
+                    kv_capacity=run.placement.strategy.micro_batch_tokens,
+                    samples=store.samples,
+                    kept=self._roles.kept_decoding(call.name),
+                )
+        generation = self._generation
+        if generation is None:
+            return
+        left = call.portions - run.portion
+        generation.run(now.after_pass, most_open=generation.prompts * left // call.portions)
+        try:
+            batch = generation.take()
+        except NotFiniteLogitsError as error:
+            raise NotFiniteError(f"{call.name}: {_describe_logits(error, now.input, call)}") from None
+        if run.portion == call.portions:
+            self._generation = None
+        if model.shard.last:
+            given = batch[method.prompts]
+            groups = group_samples(batch.ids, given, store.samples)
+            lengths = given.lengths, batch["sequences"].lengths
+            now.worked(lambda: count_generation(model.counts, groups, *lengths))
+        for key in call.outputs if len(batch) and self._process.rank in run.placement.output_ranks else ():
+            store.put(key, batch.ids, batch[key.removeprefix(call.prefix)])
+
     def _begin_trajectories(
         self, run: Run, batch: Batch, sampling: GenerationConfig, now: _Step
     ) -> Trajectories:
@@ -582,6 +656,7 @@ class Worker:
 
     def _train(self, run: Run, call: Call, batch: Batch, now: _Step) -> Metrics:
         batch = self._add_ages(call, batch, now)
+        portion = now.store.portion
         minibatches = now.store.assignment(call)[run.placement.item_index(self._process.rank)]
         position = {item: i for i, item in enumerate(batch.ids)}
         trainer = self._roles.trainers[call.model_role]
@@ -596,6 +671,17 @@ class Worker:
         )
         if now.input.accumulates:
             return trainer.accumulate(batch, method, options)
+        if portion is not None:
+            metrics = Metrics()
+            if portion:
+                # A train method sees a portion as a whole batch of fewer items.
+                numbers = {item: number for number, item in enumerate(portion)}
+                items = Batch(tuple(numbers[item] for item in batch.ids), batch.fields)
+                metrics.update(trainer.accumulate(items, method, options, averages=False))
+            if now.last:
+                rate, before = now.input.rates[call.model_role], self._roles.before_change
+                metrics.update(trainer.update(rate, call=call.name, before_update=before))
+            return metrics
         return trainer.train(
             batch,
             method,

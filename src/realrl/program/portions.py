@@ -1,0 +1,114 @@
+"""Steps whose samples are handed on in portions, while other samples go on.
+
+Such a step consists of smaller steps: one that samples, and one for each portion that does everything else. All of the
+latter except the last one only add their gradients. The smaller steps are validated. This proves the whole step:
+ranks execute the instructions of all steps in one global order, in which nothing waits for a later instruction, and
+sampling shares no device with the other calls.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from realrl.config.errors import UserError
+from realrl.dataflow.call import Call, Kind
+from realrl.dataflow.graph import DataflowGraph
+from realrl.plan.placement import Placement
+from realrl.plan.plan import Plan
+from realrl.program.instructions import (
+    Feed,
+    Instruction,
+    Program,
+    Receive,
+    Report,
+    Run,
+    Send,
+    ShareLengths,
+)
+from realrl.program.lower import lower, offloaded
+from realrl.program.order import TrainableParts
+from realrl.program.validate import Kept, validate
+
+
+def lower_portions(
+    graph: DataflowGraph,
+    plan: Plan,
+    homes: Mapping[str, Placement],
+    kept: Kept,
+    parts: TrainableParts,
+) -> list[Program]:
+    """Compile and validate a step with a `streaming` call. Returns one program per rank.
+
+    The arguments are those of `lower`. Raises UserError if the plan cannot hand on portions.
+    """
+    call = graph.streaming
+    assert call is not None, "the graph hands on portions"
+    _check_plan(graph, call, plan)
+    whole = [replace(other, portions=1) for other in graph.calls]
+    updating = DataflowGraph(whole, graph.keys.values(), graph.averages)
+    adding = DataflowGraph(
+        [replace(other, accumulates=other.kind is Kind.TRAIN) for other in whole], graph.keys.values()
+    )
+    done = {call.name: plan[call.name]}
+
+    def compile_step(graph: DataflowGraph, done: Mapping[str, Placement]) -> list[Program]:
+        own = {role: homes[role] for role in graph.roles}
+        copies = {role: kept[role] for role in graph.roles if role in kept}
+        programs = lower(graph, plan, own, copies, parts, done)
+        validate(programs, graph, own, offloaded(plan), copies, parts, done)
+        return programs
+
+    sampling = compile_step(updating.upstream(call.outputs[0]), {})
+    steps = [compile_step(adding, done)] * (call.portions - 1) + [compile_step(updating, done)]
+    return [
+        _join(of_rank, [programs[rank] for programs in steps]) for rank, of_rank in enumerate(sampling)
+    ]
+
+
+def _check_plan(graph: DataflowGraph, call: Call, plan: Plan) -> None:
+    """Raise UserError if a plan cannot hand on portions."""
+    field = f"asynchrony.portions={call.portions}"
+    for other in graph.calls:
+        if other is not call and not other.is_function and plan[other.name].mesh.overlaps(plan[call.name].mesh):
+            raise UserError(
+                f"{field}: {call.name} goes on while {other.name} works on its first answers, so they need different"
+                f" devices; the plan places them on {plan[call.name].mesh} and {plan[other.name].mesh}"
+            )
+    for role in plan.offload_optimizer:
+        raise UserError(
+            f"{field}: the gradients of {role} stay in device memory from portion to portion, but the plan offloads"
+            " them with its optimizer state (offload_optimizer)"
+        )
+
+
+def _join(sampling: Program, portions: Sequence[Program]) -> Program:
+    """Make a rank's program of a step with portions from its programs for sampling, and for each portion."""
+    opening: list[Instruction] = []
+    runs: list[Run] = []
+    closing: list[Instruction] = []
+    for instruction in sampling.instructions:
+        if isinstance(instruction, Run):
+            runs.append(instruction)
+        elif not isinstance(instruction, ShareLengths | Report):  # those of portions follow
+            (closing if runs else opening).append(instruction)
+    joined = [*opening]
+    for number, program in enumerate(portions, 1):
+        last = number == len(portions)
+        # Ranks that sample hand on a portion, and go on with the next one.
+        joined += [replace(run, portion=number) for run in runs]
+        joined += closing if last else []
+        joined += [
+            _name_portion(instruction, number, len(portions))
+            for instruction in program.instructions
+            # Records arrive once, and the metrics of all portions are reported together.
+            if not isinstance(instruction, Feed) and (last or not isinstance(instruction, Report))
+        ]
+    return Program(sampling.rank, tuple(joined))
+
+
+def _name_portion(instruction: Instruction, number: int, portions: int) -> Instruction:
+    """Let an instruction work on a portion. Messages of different portions get different numbers."""
+    if isinstance(instruction, Send | Receive):
+        return replace(instruction, portion=number, number=instruction.number * portions + number - 1)
+    if isinstance(instruction, Run | ShareLengths):
+        return replace(instruction, portion=number)
+    return instruction
