@@ -180,7 +180,12 @@ def plan(
         partial = experiment.environment_config is None and not plan_input.replays_routers(experiment)
         for settings in plan_input.list_asynchrony(staleness, partial=partial):
             given = [f"asynchrony.{name}={str(value).lower()}" for name, value in settings]
-            asked = load_experiment(str(recipe), [*arguments, *given])
+            try:
+                asked = load_experiment(str(recipe), [*arguments, *given])
+            except UserError:
+                if settings.portions > 1:
+                    continue  # the algorithm needs the whole batch
+                raise
             _, of_settings, _ = plan_input.read_scenario(asked, cluster, profile, lengths)
             ahead.append((asked.asynchrony, replace(of_settings, failures=failures)))
     constraints = read_constraints(experiment, scenario.spec, files.get("out"))

@@ -37,17 +37,27 @@ def run_ahead(graph: DataflowGraph, steps: int, span: int = 1) -> DataflowGraph:
 
 def hand_on_portions(graph: DataflowGraph, portions: int) -> DataflowGraph:
     """Let generate calls hand on their samples in portions."""
-    calls = [
-        replace(call, portions=portions if call.kind is Kind.GENERATE else 1) for call in graph.calls
-    ]
+    calls = [replace(call, portions=portions if call.kind is Kind.GENERATE else 1) for call in graph.calls]
     return DataflowGraph(calls, graph.keys.values(), graph.averages)
+
+
+def overlap_portions(graph: DataflowGraph) -> DataflowGraph:
+    """Let sampling of the next batch overlap with all other calls, instead of handing on portions.
+
+    Under the same plan, a step with portions does the same work on the same devices, and its training ends later.
+    So it is not shorter than a step of this graph, apart from the time to send samples.
+    """
+    calls = [replace(call, portions=1) for call in graph.calls]
+    return run_ahead(DataflowGraph(calls, graph.keys.values(), graph.averages), 1)
 
 
 def find_portion_problem(graph: DataflowGraph) -> str | None:
     """Say why the calls of a graph cannot work on portions of a batch; None if they can."""
     samplers = [call for call in graph.calls if call.kind is Kind.GENERATE]
     if len(samplers) != 1:
-        return f"{' and '.join(call.name for call in samplers)} sample, and only one call can hand on portions"
+        return (
+            f"{' and '.join(call.name for call in samplers)} sample, and only one call can hand on portions"
+        )
     (sampler,) = samplers
     for call in (call for call in graph.calls if call != sampler):
         if _reads(graph, sampler, call):
@@ -56,7 +66,7 @@ def find_portion_problem(graph: DataflowGraph) -> str | None:
         if not any(key is not None and graph.producer(key) == sampler for key in lengths):
             return f"{call.name} reads no samples, so it does not know which of them have ended"
         if call.minibatches > 1:
-            return f"{call.name} makes {call.minibatches} optimizer steps, which need mini-batches of the whole batch"
+            return f"{call.name} makes {call.minibatches} optimizer steps, which need the whole batch"
     return None
 
 

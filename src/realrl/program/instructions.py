@@ -81,8 +81,8 @@ class Run:
     role: str | None
     placement: Placement
     portion: int = 0
-    """Number of the portion that the call works on, counted from 1; 0 if it works on the whole batch. The same holds
-    for the instructions below. See `Call.portions`."""
+    """Number of the portion that the call works on, counted from 1; 0 if it works on the whole batch. See
+    `Call.portions`. The same holds for the instructions below."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,9 @@ class Report:
 
 
 Instruction = Feed | Reallocate | Release | Offload | Load | Run | ShareLengths | Send | Receive | Report
+
+OfPortion = Run | ShareLengths | Send | Receive
+"""Instructions that may work on a portion of the batch."""
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,23 @@
 """Steps whose samples are handed on in portions, while other samples go on.
 
-Such a step consists of smaller steps: one that samples, and one for each portion that does everything else. All of the
-latter except the last one only add their gradients. The smaller steps are validated. This proves the whole step:
+Such a step consists of smaller steps: one that samples, and one for each portion that does everything else. All of
+the latter except the last one only add their gradients. The smaller steps are validated. This proves the whole step:
 ranks execute the instructions of all steps in one global order, in which nothing waits for a later instruction, and
 sampling shares no device with the other calls.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from realrl.config.errors import UserError
-from realrl.dataflow.call import Call, Kind
+from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.placement import Placement
 from realrl.plan.plan import Plan
 from realrl.program.instructions import (
     Feed,
     Instruction,
+    OfPortion,
     Program,
     Receive,
     Report,
@@ -29,55 +30,93 @@ from realrl.program.order import TrainableParts
 from realrl.program.validate import Kept, validate
 
 
-def lower_portions(
+def lower_step(
     graph: DataflowGraph,
     plan: Plan,
     homes: Mapping[str, Placement],
     kept: Kept,
     parts: TrainableParts,
 ) -> list[Program]:
-    """Compile and validate a step with a `streaming` call. Returns one program per rank.
-
-    The arguments are those of `lower`. Raises UserError if the plan cannot hand on portions.
-    """
-    call = graph.streaming
-    assert call is not None, "the graph hands on portions"
-    _check_plan(graph, call, plan)
-    whole = [replace(other, portions=1) for other in graph.calls]
-    updating = DataflowGraph(whole, graph.keys.values(), graph.averages)
-    adding = DataflowGraph(
-        [replace(other, accumulates=other.kind is Kind.TRAIN) for other in whole], graph.keys.values()
-    )
-    done = {call.name: plan[call.name]}
-
-    def compile_step(graph: DataflowGraph, done: Mapping[str, Placement]) -> list[Program]:
-        own = {role: homes[role] for role in graph.roles}
-        copies = {role: kept[role] for role in graph.roles if role in kept}
-        programs = lower(graph, plan, own, copies, parts, done)
-        validate(programs, graph, own, offloaded(plan), copies, parts, done)
-        return programs
-
-    sampling = compile_step(updating.upstream(call.outputs[0]), {})
-    steps = [compile_step(adding, done)] * (call.portions - 1) + [compile_step(updating, done)]
+    """Compile a training step, with or without portions, into one program per rank. The arguments are those of
+    `lower`. Raises UserError if the plan cannot hand on portions."""
+    if graph.streaming is None:
+        return lower(graph, plan, homes, kept, parts)
+    check_portions(graph, plan)
+    sampling, *portions = _list_steps(graph, plan, homes, kept, parts)
     return [
-        _join(of_rank, [programs[rank] for programs in steps]) for rank, of_rank in enumerate(sampling)
+        _join(program, [step.programs[rank] for step in portions])
+        for rank, program in enumerate(sampling.programs)
     ]
 
 
-def _check_plan(graph: DataflowGraph, call: Call, plan: Plan) -> None:
-    """Raise UserError if a plan cannot hand on portions."""
-    field = f"asynchrony.portions={call.portions}"
+def validate_portions(
+    graph: DataflowGraph,
+    plan: Plan,
+    homes: Mapping[str, Placement],
+    kept: Kept,
+    parts: TrainableParts,
+) -> None:
+    """Validate the steps that `lower_step` joins. Raises ProgramError if they cannot run."""
+    steps = {id(step): step for step in _list_steps(graph, plan, homes, kept, parts)}
+    for step in steps.values():
+        validate(step.programs, step.graph, step.homes, offloaded(plan), step.kept, parts, step.done)
+
+
+def check_portions(graph: DataflowGraph, plan: Plan) -> None:
+    """Raise UserError if the graph hands on portions, and the plan does not allow this."""
+    call = graph.streaming
+    if call is None:
+        return
+    field, there = f"asynchrony.portions={call.portions}", plan[call.name].mesh
     for other in graph.calls:
-        if other is not call and not other.is_function and plan[other.name].mesh.overlaps(plan[call.name].mesh):
+        if other is not call and not other.is_function and plan[other.name].mesh.overlaps(there):
             raise UserError(
-                f"{field}: {call.name} goes on while {other.name} works on its first answers, so they need different"
-                f" devices; the plan places them on {plan[call.name].mesh} and {plan[other.name].mesh}"
+                f"{field}: {call.name} goes on while {other.name} works on its first answers, so they need"
+                f" different devices; the plan places them on {there} and {plan[other.name].mesh}"
             )
     for role in plan.offload_optimizer:
         raise UserError(
             f"{field}: the gradients of {role} stay in device memory from portion to portion, but the plan offloads"
             " them with its optimizer state (offload_optimizer)"
         )
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """A part of a step with portions, as a step of its own. The fields are the arguments of `validate`."""
+
+    graph: DataflowGraph
+    homes: Mapping[str, Placement]
+    kept: Kept
+    done: Mapping[str, Placement]
+    programs: list[Program]
+
+
+def _list_steps(
+    graph: DataflowGraph,
+    plan: Plan,
+    homes: Mapping[str, Placement],
+    kept: Kept,
+    parts: TrainableParts,
+) -> list[_Step]:
+    """Compile the step that samples, and one for each portion."""
+    call = graph.streaming
+    assert call is not None, "the graph hands on portions"
+
+    def compile_step(graph: DataflowGraph, done: Mapping[str, Placement]) -> _Step:
+        own = {role: homes[role] for role in graph.roles}
+        copies = {role: kept[role] for role in graph.roles if role in kept}
+        return _Step(graph, own, copies, done, lower(graph, plan, own, copies, parts, done))
+
+    whole = [replace(other, portions=1) for other in graph.calls]
+    updating = DataflowGraph(whole, graph.keys.values(), graph.averages)
+    adding = [replace(other, accumulates=other.kind is Kind.TRAIN) for other in whole]
+    done = {call.name: plan[call.name]}
+    return [
+        compile_step(updating.upstream(call.outputs[0]), {}),
+        *[compile_step(DataflowGraph(adding, graph.keys.values()), done)] * (call.portions - 1),
+        compile_step(updating, done),
+    ]
 
 
 def _join(sampling: Program, portions: Sequence[Program]) -> Program:
@@ -109,6 +148,4 @@ def _name_portion(instruction: Instruction, number: int, portions: int) -> Instr
     """Let an instruction work on a portion. Messages of different portions get different numbers."""
     if isinstance(instruction, Send | Receive):
         return replace(instruction, portion=number, number=instruction.number * portions + number - 1)
-    if isinstance(instruction, Run | ShareLengths):
-        return replace(instruction, portion=number)
-    return instruction
+    return replace(instruction, portion=number) if isinstance(instruction, OfPortion) else instruction

@@ -12,6 +12,7 @@ from realrl.program.instructions import (
     Instruction,
     Load,
     Offload,
+    OfPortion,
     Program,
     Reallocate,
     Receive,
@@ -84,8 +85,9 @@ def format_instruction(instruction: Instruction) -> str:
             verb = "receive"
         case Report(call, senders, receiver):
             verb, rest = "report", f"{call}: {format_ranks(senders)} -> {receiver}"
-    portion = getattr(instruction, "portion", 0)
-    return f"{verb:<10} {rest}" + (f", portion {portion}" if portion else "")
+    if isinstance(instruction, OfPortion) and instruction.portion:
+        rest += f", portion {instruction.portion}"
+    return f"{verb:<10} {rest}"
 
 
 def _parse_reallocate(name: str, source: str, target: str, into: str | None, mix: str | None) -> Reallocate:
@@ -154,7 +156,10 @@ def parse_instruction(line: str) -> Instruction:
         match = re.fullmatch(pattern, rest[: portion.start() if portion else None].strip())
         if match is not None:
             instruction = build(*match.groups())
-            return replace(instruction, portion=int(portion[1])) if portion else instruction
+            if portion is None:
+                return instruction
+            if isinstance(instruction, OfPortion):
+                return replace(instruction, portion=int(portion[1]))
     raise ValueError(f"not an instruction: {line!r}")
 
 

@@ -141,13 +141,13 @@ def _portion_problems(experiment: Experiment, field: str) -> Iterator[str]:
     if experiment.environment_config is not None:
         yield f"{field}: trajectories in an environment are handed on together; set portions=1"
     if experiment.data.batch < experiment.asynchrony.portions:
-        yield f"{field}: a batch has only {experiment.data.batch} prompts (data.batch); set portions to at most that"
+        yield f"{field}: a batch has only {experiment.data.batch} prompts (data.batch); set fewer portions"
     for role in spec.roles_of(experiment):
         model = getattr(experiment.models, role)
         if isinstance(model, TrainedModelConfig) and model.router_loss:
             yield (
-                f"{field}: models.{role}.router_loss={model.router_loss:g} is a mean over the whole batch; set it to"
-                " 0, or portions=1"
+                f"{field}: models.{role}.router_loss={model.router_loss:g} is a mean over the whole batch; set it"
+                " to 0, or portions=1"
             )
 
 

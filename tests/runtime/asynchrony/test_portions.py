@@ -6,15 +6,14 @@ from typing import Any
 import pytest
 import yaml
 
-from realrl.cli.app import run_app
-from realrl.config.errors import UserError
-from realrl.recipe.load import load_experiment
 from realrl.testing.ranks import run_on_ranks
-from tests.conftest import World, read_metrics
+from tests.conftest import World
 from tests.runtime.asynchrony.test_ahead_runs import learnt, part, write_recipe
 
 
-def place(file: Path, generate: tuple[str, int, int, int], others: tuple[str, int, int, int], size: int) -> Path:
+def place(
+    file: Path, generate: tuple[str, int, int, int], others: tuple[str, int, int, int], size: int
+) -> Path:
     """Give generation one mesh, and all other calls of models another: mesh, dp, tp, pp."""
 
     def of(placed: tuple[str, int, int, int]) -> dict[str, Any]:
@@ -43,7 +42,9 @@ CASES = {
 def test_portions_teach_what_the_whole_batch_teaches(world: World, tmp_path: Path, algorithm: str) -> None:
     changes = {"policy__minibatches": 1, **CASES[algorithm]}
     whole = write_recipe(world, tmp_path / "whole", algorithm, 0, **changes)
-    portions = part(write_recipe(world, tmp_path / "portions", algorithm, 0, asynchrony={"portions": 3}, **changes))
+    portions = part(
+        write_recipe(world, tmp_path / "portions", algorithm, 0, asynchrony={"portions": 3}, **changes)
+    )
     run_on_ranks(1, [whole])
     run_on_ranks(2, [portions])
     assert len(learnt(whole)) == 5

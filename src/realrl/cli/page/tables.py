@@ -228,8 +228,9 @@ def make_staleness_table(report: "PlanReport") -> Table:
             gain = "" if base is None else f"{base.step_seconds / seconds:.2f} ×"
             figures = (format_seconds(seconds), gain, *places, format_gap(row.gap))
         of = row.settings
-        how = "-" if not of.staleness else "partial" if of.partial else "whole"
-        overlaps = "yes" if of.staleness and of.overlap else "no"
+        how = "partial" if of.partial else "whole" if of.staleness else "-"
+        how = f"{of.portions} portions" if of.portions > 1 else how
+        overlaps = "yes" if of.active and of.overlap else "no"
         rows.append((str(of.staleness), how, overlaps, *figures))
     return Table(
         head=("staleness", "answers", "overlap", "step", "speed-up", "generation on", "training on", "gap"),
@@ -246,7 +247,7 @@ def describe_staleness(report: "PlanReport") -> str:
         return ""
     base = report.staleness[0].estimate
     chosen = next(row for row in report.staleness if row.estimate is report.chosen)
-    if not chosen.settings.staleness:
+    if not chosen.settings.active:
         return "asynchrony gains less than 1 %, so the plan below is synchronous"
     given = chosen.settings.model_dump(exclude_defaults=True)
     settings = " ".join(f"asynchrony.{name}={str(value).lower()}" for name, value in given.items())

@@ -169,12 +169,16 @@ def parse_nodes(text: str | None) -> tuple[int, ...]:
     return numbers
 
 
+PORTIONS = 8
+"""Number of portions that `--staleness` tries."""
+
+
 def list_asynchrony(staleness: int, *, partial: bool) -> "list[AsynchronyConfig]":
     """List the settings of asynchrony that `--staleness` compares: the synchronous ones first. `partial`: whether
     answers may be spread over several steps."""
     from realrl.recipe.training import AsynchronyConfig
 
-    found = [AsynchronyConfig()]
+    found = [AsynchronyConfig(), AsynchronyConfig(portions=PORTIONS)]
     for steps in range(1, staleness + 1):
         found.append(AsynchronyConfig(staleness=steps))
         if partial:

@@ -225,7 +225,8 @@ class Generation:
         # An environment may have replaced a prompt.
         sequences = [as_tensor(row.prompt.tokens + row.tokens, torch.int64) for row in rows]
         logprobs = [
-            torch.cat([torch.zeros(row.prompt.length), as_tensor(row.logprobs, torch.float32)]) for row in rows
+            torch.cat([torch.zeros(row.prompt.length), as_tensor(row.logprobs, torch.float32)])
+            for row in rows
         ]
         finished = torch.tensor([float(call.has_ended(row)) for row in rows])
         if experts:

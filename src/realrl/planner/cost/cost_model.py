@@ -17,7 +17,7 @@ from realrl.planner.cluster.cluster_spec import ClusterSpec, Site
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.cost.call_context import CallContext
-from realrl.planner.cost.generation import cost_generation, cost_kept_captures
+from realrl.planner.cost.generation import cost_generation, cost_kept_captures, share_portions
 from realrl.planner.cost.network import Network
 from realrl.planner.cost.passes import cost_inference, cost_training
 from realrl.planner.cost.timing import Timing
@@ -127,6 +127,20 @@ class CostModel:
             return {"captures": cost_kept_captures(context)}
 
         return self._cost(cost, call, model, placements, workload)["captures"]
+
+    def portions(
+        self, call: Call, model: StoredModel, placement: Placement, workload: Workload
+    ) -> list[float]:
+        """Predict the share of a generate call's seconds in which it samples each of its portions."""
+        context = self._context(
+            call,
+            model,
+            [self.spec.site(placement.mesh)],
+            Strategies.of([placement.strategy]),
+            workload,
+        )
+        until = [float(share[0]) for share in share_portions(context, call.portions).values()]
+        return [end - begin for begin, end in zip([0.0, *until[:-1]], until, strict=True)]
 
     def _cost(
         self,

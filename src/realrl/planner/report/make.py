@@ -22,7 +22,14 @@ from realrl.planner.report.report import (
     Wanted,
 )
 from realrl.planner.report.shortage_text import describe_shortage
-from realrl.planner.search.plan_search import BestPlan, FoundPlan, UserConstraints, find_best_plan, find_plan
+from realrl.planner.search.plan_search import (
+    BestPlan,
+    FoundPlan,
+    UserConstraints,
+    estimate_found,
+    find_best_plan,
+    find_plan,
+)
 from realrl.planner.search.search import DEFAULT_EFFORT, search_plans
 from realrl.planner.search.shortage import DoesNotFit
 from realrl.planner.simulate.estimate import Estimate
@@ -259,8 +266,11 @@ def compare_staleness(
             misfit, refused = error, describe_shortage(scenario, error.shortage)
             rows.append(StalenessReport(settings=settings, estimate=None, gap=math.inf, refused=refused))
             continue
-        estimate = estimate_plan(scenario, found.plan)
-        rows.append(StalenessReport(settings=settings, estimate=estimate, gap=found.result.gap))
+        estimate = estimate_found(scenario, found)
+        gap = found.result.gap
+        if settings.portions > 1:
+            gap = max(0.0, 1 - found.result.lower_bound / estimate.step_seconds)
+        rows.append(StalenessReport(settings=settings, estimate=estimate, gap=gap))
     if misfit is not None and not any(row.estimate for row in rows):
         raise misfit
     return tuple(rows)

@@ -27,6 +27,7 @@ from realrl.planner.uncertainty.ranking import MOST_LONGER, StepSampler, choose_
 from realrl.planner.workload.workload import Workload
 from realrl.program.lower import home_placements, offloaded
 from realrl.program.memory import check_offloading, find_holders, list_sharers
+from realrl.program.portions import check_portions
 
 _FEW_NODES = range(8, 17)
 """Numbers of nodes of a small scenario (`shrink_scenario`). On clusters this small, nearly every plan is
@@ -166,6 +167,14 @@ def find_best_plan(
     )
 
 
+def estimate_found(scenario: Scenario, found: FoundPlan) -> Estimate:
+    """Estimate the plan of a search. If steps have portions, this is the fastest of the plan and plans near it,
+    because the search does not simulate portions."""
+    if scenario.graph.streaming is None:
+        return estimate_plan(scenario, found.plan)
+    return min(_estimate_searched(scenario, found), key=lambda estimate: estimate.step_seconds)
+
+
 def _estimate_searched(scenario: Scenario, found: FoundPlan) -> tuple[Estimate, ...]:
     """Estimate the plan that was found, and plans near it that fit.
 
@@ -284,6 +293,7 @@ def _check_calls(scenario: Scenario, plan: Plan) -> None:
     """
     if any(model.exact for model in scenario.models.values()):
         plan.check_exact()
+    check_portions(scenario.graph, plan)
     for call in scenario.graph.calls:
         place = plan[call.name]
         scenario.spec.site(place.mesh)

@@ -1,7 +1,7 @@
 """Prediction of a plan's step, by simulation of its programs with the cost and memory models."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from realrl.dataflow.graph import share_steps
 from realrl.plan.plan import Plan
@@ -12,8 +12,9 @@ from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.simulate.simulator import Simulation, simulate
 from realrl.planner.workload.flops import count_flops
 from realrl.program.instructions import Program, Reallocate, Run
-from realrl.program.lower import home_placements, kept_copies, lower, offloaded
+from realrl.program.lower import home_placements, kept_copies, offloaded
 from realrl.program.memory import Memory
+from realrl.program.portions import lower_step
 
 
 def estimate_plan(scenario: Scenario, plan: Plan) -> Estimate:
@@ -60,7 +61,7 @@ def list_steps(scenario: Scenario, plan: Plan) -> list[StepKind]:
     kept = kept_copies(graph, plan, homes)
     shares = {graph.periods: 0.0, **share_steps(graph.periods)}
     return [
-        StepKind(lower(graph.with_due(due), plan, homes, kept, scenario.parts), share)
+        StepKind(lower_step(graph.with_due(due), plan, homes, kept, scenario.parts), share)
         for due, share in shares.items()
     ]
 
@@ -91,7 +92,13 @@ def _calls(
             )
     # Each rank starts a function by itself. The dictionary keeps the start of the last rank.
     calls.sort(key=lambda estimate: estimate.start)
-    return {estimate.call.name: estimate for estimate in calls}
+    found = {estimate.call.name: estimate for estimate in calls}
+    if scenario.graph.streaming is not None:
+        for estimate in calls:  # a call runs from its first portion to the end of its last one
+            whole = found[estimate.call.name]
+            start, end = min(whole.start, estimate.start), max(whole.end, estimate.end)
+            found[estimate.call.name] = replace(whole, start=start, end=end)
+    return found
 
 
 def _moves(scenario: Scenario, programs: Sequence[Program], simulation: Simulation) -> list[MoveEstimate]:

@@ -8,7 +8,8 @@ from realrl.planner.simulate.estimate import Estimate, Slice
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.simulate.simulator import STEPS, simulate
 from realrl.program.instructions import Run
-from realrl.program.lower import home_placements, kept_copies, lower, lower_start
+from realrl.program.lower import home_placements, kept_copies, lower_start
+from realrl.program.portions import lower_step
 from realrl.program.text import format_instruction
 from realrl.program.trace_file import Event, PredictedMemory, PredictedStep, make_event
 
@@ -19,7 +20,7 @@ def predict_trace(scenario: Scenario, plan: Plan, steps: int = STEPS) -> list[li
     kept = kept_copies(scenario.graph, plan, homes)
     durations = Durations(scenario, plan)
     start = simulate(lower_start(plan, homes, kept, scenario.parts), durations, steps=1)
-    walk = simulate(lower(scenario.graph, plan, homes, kept, scenario.parts), durations, steps)
+    walk = simulate(lower_step(scenario.graph, plan, homes, kept, scenario.parts), durations, steps)
     trace = _events(start.slices(0), durations, 0.0)
     for step in range(steps):
         for rank, events in enumerate(_events(walk.slices(step), durations, start.step_seconds)):

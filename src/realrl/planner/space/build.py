@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import gcd
@@ -10,6 +10,7 @@ from math import gcd
 import numpy as np
 
 from realrl.config.errors import UserError
+from realrl.dataflow.asynchrony import overlap_portions
 from realrl.dataflow.call import Call, Kind
 from realrl.layout.sets import QUANTISED
 from realrl.plan.axes import list_degrees
@@ -144,7 +145,13 @@ def build_problem(
     """
     graph = scenario.graph
     spec = scenario.spec
-    builder = _Builder(scenario, search_space or SearchSpace())
+    apart = None
+    if graph.streaming is not None:
+        # The search ignores that the last portion is trained on after sampling. Its bound holds all the same.
+        apart = graph.streaming.name
+        graph = overlap_portions(graph)
+        scenario = replace(scenario, graph=graph)
+    builder = _Builder(scenario, search_space or SearchSpace(), apart)
     plans = tuple(include)
     candidates = {call.name: builder.candidates(call, plans) for call in graph.calls}
     return Problem(
@@ -157,6 +164,7 @@ def build_problem(
         sharers=tuple(builder.sharers),
         host_memory_bytes=tuple(map(scenario.memory.host_capacity, range(spec.cluster.nodes))),
         parts=scenario.parts,
+        apart=apart,
     )
 
 
@@ -164,6 +172,8 @@ def build_problem(
 class _Builder:
     scenario: Scenario
     search_space: SearchSpace
+    apart: str | None = None
+    """As in `Problem`."""
 
     @cached_property
     def meshes(self) -> list[Mesh]:
@@ -293,7 +303,8 @@ class _Builder:
         graph, space = self.scenario.graph, self.search_space
         if graph.home(call.model_role) != call:
             return ways
-        if space.offload:
+        # With portions, gradients must stay in device memory, and they are a part of the optimizer's state.
+        if space.offload and not (self.apart and call.kind is Kind.TRAIN):
             ways = add_offloading(self.scenario, call, first, ways, limit)
         return add_keeping(ways) if space.keep and len(graph.role_calls(call.model_role)) > 1 else ways
 

@@ -221,7 +221,7 @@ class SampledDurations:
 
     def __call__(self, instruction: Instruction) -> Samples:
         if isinstance(instruction, Run):
-            return self._call(self._scenario.graph.call(instruction.call), self._plan[instruction.call])
+            return self._call(instruction)
         seconds = np.full(self._draws.count, self._predicted(instruction))
         kind = _KINDS.get(type(instruction))
         return seconds if kind is None else seconds * self._draws.sample_factor(MOVES[kind], kind)
@@ -231,10 +231,11 @@ class SampledDurations:
         """Seconds that the writing rank needs between two steps to receive the times of all ranks."""
         return self._predicted.reporting
 
-    def _call(self, call: Call, placement: Placement) -> Samples:
+    def _call(self, run: Run) -> Samples:
+        call, placement = self._scenario.graph.call(run.call), self._plan[run.call]
         errors = find_call_errors(self._scenario, call, placement)
         device = self._scenario.spec.device(placement.mesh.first).name
-        terms = self._predicted.terms(call.name)
+        terms = self._predicted.terms(run.call, run.portion)
         return sample_call(self._draws, terms, errors, call.name, device, placement.strategy)
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self, TypeVar
 
@@ -14,7 +14,7 @@ from realrl.families.shape import ModelShape
 from realrl.families.sizes import count_block_weights, count_layer_weights
 from realrl.layout.kv_blocks import BLOCK_TOKENS, count_blocks, count_prompt_blocks
 from realrl.planner.workload.environment import EnvironmentTimes, EnvironmentWork
-from realrl.program.arrays import Real
+from realrl.program.arrays import Floats, Real
 from realrl.recipe.environment import CALLS_AT_ONCE
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.forms import FORMS
@@ -68,6 +68,8 @@ def count_read_weights(shape: ModelShape, tokens: Real) -> Real:
 _Number = TypeVar("_Number", int, float)
 QUANTILES = 64
 """Largest size of a sample that represents a length distribution."""
+_PLACES = 8
+"""Number of prompts that represent a portion."""
 _PROMPTS = FORMS["prompt"].keys
 """Keys whose rows hold prompts without answers."""
 _GOLDEN = 0.6180339887498949
@@ -209,6 +211,28 @@ class Workload:
             sampling=Sampling.of(generation),
             environment=_environment_work(experiment, environment),
         )
+
+    def portion(self, number: int, portions: int) -> Self:
+        """Return the workload of one of several portions of a step, counted from 1.
+
+        Prompts are divided in the order of their longest answers.
+        """
+        prompts = self.items // self.samples
+        count = prompts * number // portions - prompts * (number - 1) // portions
+        ordered = sorted(self.answers)
+        answers: list[int] = []
+        for place in np.linspace(number - 1, number, 2 * _PLACES + 1)[1::2] / portions:
+            # The longest of n answers is below a length with the n-th power of an answer's probability.
+            within = place ** (1 / self.samples)
+            lengths = np.linspace(0.0, within, 2 * self.samples + 1)[1::2]
+            answers += np.interp(lengths[:-1], self._quantile_places, ordered).round().astype(int).tolist()
+            answers.append(round(float(np.interp(within, self._quantile_places, ordered))))
+        return replace(self, items=count * self.samples, answers=quantiles(answers), longest=0)
+
+    @property
+    def _quantile_places(self) -> Floats:
+        """Probability of an answer below each of `answers`."""
+        return (np.arange(len(self.answers)) + 0.5) / len(self.answers)
 
     def work(self, call: Call) -> CallWork:
         """Compute the work of a call. Each key in the call's `work` is one sequence per item."""

@@ -25,7 +25,7 @@ from realrl.program.instructions import Program
 from realrl.program.lower import home_placements, kept_copies, lower, lower_start, offloaded
 from realrl.program.memory import Memory, StoredModel, check_offloading
 from realrl.program.order import TrainableParts
-from realrl.program.portions import lower_portions
+from realrl.program.portions import lower_step, validate_portions
 from realrl.program.validate import validate, validate_ahead, validate_start
 from realrl.recipe.algorithm import SCORE
 from realrl.recipe.experiment import Experiment
@@ -384,8 +384,8 @@ def _compile_phase(
     kept = {role: kept[role] for role in graph.roles if role in kept}
 
     def build(graph: DataflowGraph, batches: range) -> list[Program]:
-        if graph.streaming is not None and not done:
-            return lower_portions(graph, plan, homes, kept, parts)
+        if graph.streaming is not None:
+            return lower_step(graph, plan, homes, kept, parts)
         return lower(graph, plan, homes, kept, parts, done or {}, batches)
 
     made: dict[tuple[frozenset[int], range], list[Program]] = {}
@@ -399,8 +399,9 @@ def _compile_phase(
                 made[name] = build(of_due, batches)
             return made[name]
 
-        if graph.streaming is not None and not done:
-            programs_of(everything)  # validates them
+        if graph.streaming is not None:
+            programs_of(everything)
+            validate_portions(of_due, plan, homes, kept, parts)
         elif graph.ahead:
             validate_ahead(programs_of, of_due, homes, offloaded(plan), kept, parts)
         else:

@@ -118,5 +118,7 @@ class SessionModels:
         except ValidationError as error:
             raise UserError(explain(error, recipe)) from None
         if experiment.asynchrony.active:
-            raise UserError("asynchrony: the program that opens a session decides when it samples; leave it out")
+            raise UserError(
+                "asynchrony: the program that opens a session decides when it samples; leave it out"
+            )
         return complete(experiment, spec)

@@ -34,6 +34,7 @@ from realrl.program.instructions import (
     Instruction,
     Load,
     Offload,
+    OfPortion,
     Program,
     Reallocate,
     Receive,
@@ -270,7 +271,7 @@ class Worker:
             """Find the first batch that an instruction works on, or its portion of that batch."""
             # Parameters move for the batch that is trained on.
             whole = steps[min(find_batches(instruction), default=min(steps))]
-            return portions.get(getattr(instruction, "portion", 0), whole)
+            return portions.get(instruction.portion, whole) if isinstance(instruction, OfPortion) else whole
 
         def share_lengths(share: ShareLengths) -> None:
             step = now(share)
