@@ -35,7 +35,7 @@ from typing import Any
 
 from harness import Results, make_parser
 
-from realrl.dataflow.asynchrony import run_ahead
+from realrl.dataflow.asynchrony import hand_on_portions, run_ahead
 from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.families.shape import ModelShape
@@ -205,8 +205,11 @@ def predict_grpo(row: Row) -> Prediction:
     workload = Workload(
         r["sequences"], (r["prompt"],), answers, longest, samples=r["samples"], longest=max(answers)
     )
+    graph = build_grpo(r["inferences"], 1 if "portions" in r else r["minibatches"])
+    if "portions" in r:
+        graph = hand_on_portions(graph, r["portions"])
     scenario = Scenario(
-        graph=run_ahead(build_grpo(r["inferences"], r["minibatches"]), r.get("ahead", 0), r.get("span", 1)),
+        graph=run_ahead(graph, r.get("ahead", 0), r.get("span", 1)),
         models={"actor": StoredModel(row.shape, "lm", "bfloat16", trained=True)},
         spec=row.spec,
         workload=workload,

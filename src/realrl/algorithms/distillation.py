@@ -208,6 +208,7 @@ DISTILLATION = AlgorithmSpec(
     generation=lambda experiment: experiment.generation,
     samples_per_prompt=lambda experiment: experiment.distillation.samples,
     epochs=lambda experiment: experiment.distillation.epochs,
+    needs_whole_batch=lambda _: None,
     methods=import_later("realrl.algorithms.distillation_loss:make_algorithm"),
     # Evaluations compute the divergence in one of these calls: the teacher's if top_k=null, otherwise the actor's.
     optional_calls=("actor.inference", "teacher.inference"),

@@ -90,6 +90,7 @@ ALGORITHM = describe(
     train_graph=make_expert_iteration_graph,
     samples_per_prompt=lambda experiment: experiment.expert_iteration.samples,
     epochs=lambda experiment: experiment.expert_iteration.epochs,
+    needs_whole_batch=lambda _: None,
     methods=import_later("realrl.algorithms.expert_iteration_loss:ExpertIterationAlgorithm"),
     headlines=(*HEADLINES, "actor.train/loss", "actor.train/kept_score", "actor.train/kept", "judge"),
     curves={**CURVES, "kept_score": "score of what is learnt", "kept": "fraction of answers learnt"},

@@ -11,6 +11,7 @@ from realrl.algorithms.base.scoring import UnscoredError
 from realrl.algorithms.clipped_policy_loss import make_sampling_methods
 from realrl.algorithms.expert_iteration import ExpertIterationConfig, ExpertIterationExperiment
 from realrl.algorithms.kl import sequence_kl
+from realrl.algorithms.policy import count_prompts
 from realrl.algorithms.rewards.config import may_skip
 from realrl.data.batch import Batch, Ragged, copy_numbers
 from realrl.dataflow.environment import ACTION_MASK
@@ -40,9 +41,14 @@ class ExpertIterationTrain(PlainTrain):
     """Train method that raises the likelihood of the best sampled answers."""
 
     def __init__(
-        self, config: ExpertIterationConfig, *, prompts: int, restricted: bool = False, skips: bool = False
+        self,
+        config: ExpertIterationConfig,
+        *,
+        prompts: int | None,
+        restricted: bool = False,
+        skips: bool = False,
     ) -> None:
-        """`prompts`: number of prompts per step. `restricted`: whether sampling excludes some tokens.
+        """`prompts`: as for `gather_samples`. `restricted`: whether sampling excludes some tokens.
 
         `skips`: whether a score of NaN marks an answer that its reward skipped. Otherwise NaN is an error, and must
         reach the gradient.
@@ -60,7 +66,7 @@ class ExpertIterationTrain(PlainTrain):
         table = gather_samples(
             scores, batch.ids, prompts=self._prompts, samples=self._config.samples, dp_sum=dp_sum
         )
-        if self._skips and table.isnan().all():
+        if self._skips and self._prompts is not None and table.isnan().all():
             raise UnscoredError
         chosen = select_answers(table, keep=self._config.keep, threshold=self._config.threshold)
         kept = chosen.flatten()[copy_numbers(batch.ids, scores.device)].double()
@@ -81,7 +87,7 @@ class ExpertIterationTrain(PlainTrain):
         metrics.mean("score", scores[given].sum(), given.sum())
         metrics.mean("kept_score", scores[kept > 0].sum(), kept.sum())
         metrics.mean("kept", kept.sum(), count)
-        metrics.mean("prompts_without_kept", (~chosen.any(1)).double().mean(), 1.0)
+        metrics.mean("prompts_without_kept", (~chosen.any(1)).double().sum(), len(chosen))
         add_answer_means(metrics, batch)
         if self._skips:
             metrics.mean("skipped", (~given).double().sum(), count)
@@ -132,7 +138,7 @@ class ExpertIterationAlgorithm(StatelessAlgorithm):
         generation = experiment.generation
         train = ExpertIterationTrain(
             experiment.expert_iteration,
-            prompts=experiment.data.batch,
+            prompts=count_prompts(experiment),
             restricted=generation.restricted,
             skips=may_skip(experiment.reward),
         )

@@ -183,6 +183,11 @@ def samples_are_stale(experiment: Experiment) -> bool:
     return experiment.asynchrony.staleness > 0
 
 
+def count_prompts(experiment: Experiment) -> int | None:
+    """Return the number of prompts of a train call; None if it works on portions of any number of prompts."""
+    return experiment.data.batch if experiment.asynchrony.portions == 1 else None
+
+
 def check_correction(experiment: Recipe, section: str, settings: ClippedPolicyConfig) -> Recipe:
     """Check that a recipe does not ignore that its samples are stale. A validator of the recipe calls this.
 

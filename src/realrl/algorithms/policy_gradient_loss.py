@@ -19,7 +19,7 @@ from realrl.algorithms.clipped_policy_loss import (
     whiten,
 )
 from realrl.algorithms.kl import KLController, estimate_kl, sequence_kl
-from realrl.algorithms.policy import samples_are_stale
+from realrl.algorithms.policy import count_prompts, samples_are_stale
 from realrl.algorithms.policy_gradient import GREEDY, PolicyGradientConfig, PolicyGradientExperiment
 from realrl.algorithms.rewards.config import may_skip
 from realrl.algorithms.rewards.reward_methods import make_reward_methods
@@ -98,8 +98,7 @@ class PolicyGradientTrain(PolicyTrain):
         skips: bool = False,
         stale: bool = False,
     ) -> None:
-        """prompts: number of prompts per step; None if a step has portions, of any number of prompts.
-        max_new_tokens: limit of an answer.
+        """prompts: as for `gather_samples`. max_new_tokens: limit of an answer.
 
         restricted: whether sampling excludes tokens.
         skips: whether NaN is the score of an answer that its reward skipped. Otherwise NaN is a mistake, and must
@@ -170,10 +169,8 @@ class PolicyGradientTrain(PolicyTrain):
 
     def _gather(self, values: Tensor, batch: Batch, dp_sum: Sum) -> Tensor:
         """Gather a value of every answer of the step. [N] of this rank -> [prompts, samples] float64"""
-        samples, prompts = self._config.samples, self._prompts
-        if prompts is None:
-            prompts = int(dp_sum(torch.tensor([len(batch)], device=values.device))) // samples
-        return gather_samples(values, batch.ids, prompts=prompts, samples=samples, dp_sum=dp_sum)
+        samples = self._config.samples
+        return gather_samples(values, batch.ids, prompts=self._prompts, samples=samples, dp_sum=dp_sum)
 
     def _divergence(self, batch: Batch, answers: Responses) -> Tensor:
         """Estimate the divergence from the reference at each answer token: [A], 0 without a reference."""
@@ -266,7 +263,7 @@ class PolicyGradientAlgorithm(StatelessAlgorithm):
         greedy = generation.model_copy(update={"greedy": True})
         self._train = PolicyGradientTrain(
             experiment.policy,
-            prompts=experiment.data.batch if experiment.asynchrony.portions == 1 else None,
+            prompts=count_prompts(experiment),
             max_new_tokens=generation.max_new_tokens,
             restricted=generation.restricted,
             skips=may_skip(reward),

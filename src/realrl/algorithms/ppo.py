@@ -147,6 +147,7 @@ ALGORITHM = describe(
     train_graph=_make_train_graph,
     epochs=lambda experiment: experiment.ppo.epochs,
     experience_calls=("actor.train", "critic.train"),
+    needs_whole_batch=lambda _: "advantages are normalised over the whole batch",
     methods=import_later("realrl.algorithms.ppo_loss:PPOAlgorithm"),
     headlines=(*HEADLINES, "critic.train/value_loss", "judge"),
 )

@@ -1,9 +1,9 @@
 """Steps whose samples are handed on in portions, while other samples go on.
 
-Such a step consists of smaller steps: one that samples, and one for each portion that does everything else. All of
-the latter except the last one only add their gradients. The smaller steps are validated. This proves the whole step:
-ranks execute the instructions of all steps in one global order, in which nothing waits for a later instruction, and
-sampling shares no device with the other calls.
+Such a step consists of smaller steps: one that samples, and one for each portion that does everything else. In all
+but the last portion, training only adds its gradients. The smaller steps are validated. This proves the whole step:
+ranks execute the instructions of all of them in one global order, in which nothing waits for a later instruction,
+and sampling shares no device with the other calls.
 """
 
 from collections.abc import Mapping, Sequence

@@ -138,8 +138,6 @@ def _portion_problems(experiment: Experiment, field: str) -> Iterator[str]:
         yield f"{field}: {reason}; set portions=1"
     if (epochs := spec.epochs(experiment)) > 1:
         yield f"{field}: {epochs} passes over a batch begin when it is complete; set portions=1, or one pass"
-    if experiment.environment_config is not None:
-        yield f"{field}: trajectories in an environment are handed on together; set portions=1"
     if experiment.data.batch < experiment.asynchrony.portions:
         yield f"{field}: a batch has only {experiment.data.batch} prompts (data.batch); set fewer portions"
     for role in spec.roles_of(experiment):

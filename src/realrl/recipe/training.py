@@ -45,8 +45,7 @@ class TrainingConfig(Settings):
 
 
 class AsynchronyConfig(Settings):
-    """Training while other answers are sampled: answers of later batches, with earlier weights, or the other answers
-    of the same batch."""
+    """Training while other answers are sampled: those of later batches, or the others of the same batch."""
 
     staleness: int = Field(default=0, ge=0, le=8)
     """Age of the oldest tokens of a batch when it is trained on: the number of training steps since the weights

@@ -179,15 +179,20 @@ def rate_order(difference: Tensor) -> Tensor:
 # Samples of a prompt, which may lie on any data-parallel rank.
 
 
-def gather_samples(values: Tensor, ids: Sequence[int], *, prompts: int, samples: int, dp_sum: Sum) -> Tensor:
+def gather_samples(
+    values: Tensor, ids: Sequence[int], *, prompts: int | None, samples: int, dp_sum: Sum
+) -> Tensor:
     """Gather one value per item of a step, one row per prompt: [prompts, samples] float64, equal on every rank.
 
     values: [N], one for each item of this rank. ids: numbers of these items, from the batch that
-    `TrainMethod.prepare` gets. Item i is sample i % `samples` of prompt i // `samples`. Each rank fills a table
-    with zeros for items of other ranks, and the tables are added up. So the result is exact, and does not depend on
-    which rank holds an item. Raises UserError, on every rank, unless the items of all ranks are exactly these
+    `TrainMethod.prepare` gets. Item i is sample i % `samples` of prompt i // `samples`. prompts: number of prompts;
+    None for as many as the items of all ranks have, in a step with portions. Each rank fills a table with zeros for
+    items of other ranks, and the tables are added up. So the result is exact, and does not depend on which rank
+    holds an item. Raises UserError, on every rank, unless the items of all ranks are exactly these samples.
     samples.
     """
+    if prompts is None:
+        prompts = int(dp_sum(torch.tensor([len(ids)], device=values.device))) // samples
     items = prompts * samples
     here = torch.tensor(list(ids), dtype=torch.int64, device=values.device)
     known = (here >= 0) & (here < items)

@@ -22,7 +22,7 @@ from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import MANY_DEVICES, SearchSpace, build_problem, list_micro_batches
-from realrl.planner.space.problem import Problem
+from realrl.planner.space.problem import Assignment, Problem
 from realrl.planner.uncertainty.ranking import MOST_LONGER, StepSampler, choose_plan
 from realrl.planner.workload.workload import Workload
 from realrl.program.lower import home_placements, offloaded
@@ -69,6 +69,8 @@ _LITTLE = SearchBudget(plans=10_000, chains=32, rounds=20, nodes=20_000)
 _SMALL = 0.25
 """Additional share of the effort for a plan on few nodes. The search on very many nodes starts from this plan,
 widened."""
+_DIVISIONS = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
+"""Shares of the cluster for all calls except the one that must be apart, at which searches start."""
 _RUNNERS_UP = 3
 """Number of runners-up that are compared with the plan of a search."""
 
@@ -213,10 +215,37 @@ def find_plan(
     plans += _find_widened(scenario, effort, seed, constraints)
     problem = build_problem(scenario, search_space=constraints.search_space, include=plans)
     starts = [assignment for plan in plans if (assignment := problem.find_assignment(plan)) is not None]
+    if problem.apart is not None:
+        starts += _search_apart(problem, problem.apart, effort=_SMALL * effort, seed=seed)
     result = search_plans(
         problem, effort=effort, seed=seed, tolerance=tolerance, starts=starts, budget=budget
     )
     return FoundPlan(problem.plan(result.assignment), problem, result)
+
+
+def _search_apart(problem: Problem, name: str, *, effort: float, seed: int) -> list[Assignment]:
+    """Search for plans that run a call on the last devices, and all other calls on the first devices, for several
+    divisions of the cluster. `effort` limits all searches together.
+
+    Few plans of the whole problem keep the call apart, so its search needs such plans to start from.
+    """
+    size = problem.cluster.size
+    found: list[Assignment] = []
+    borders = sorted({round(size * share) for share in _DIVISIONS} - {0, size})
+    for border in borders:
+        numbers = {}
+        for call in problem.graph.calls:
+            layouts = problem.table(call).layouts
+            first, end = layouts.first, layouts.first + layouts.size
+            numbers[call.name] = np.flatnonzero(first >= border if call.name == name else end <= border)
+        if not all(map(len, numbers.values())):
+            continue
+        try:
+            result = search_plans(problem.select(numbers), effort=effort / len(borders), seed=seed)
+        except DoesNotFit:
+            continue
+        found.append({call: int(numbers[call][chosen]) for call, chosen in result.assignment.items()})
+    return found
 
 
 def _find_widened(scenario: Scenario, effort: float, seed: int, constraints: UserConstraints) -> list[Plan]:

@@ -341,16 +341,16 @@ class AgentLeader(Leader[AgentTrajectory]):
         for arrived in deferred:
             self._arrived.put((row, trajectory.number, arrived))
 
-    def outputs(self, batch: Batch) -> dict[str, Ragged]:
-        """Return the numbers of each trajectory, by key; see `Leader.outputs`.
+    def outputs(self, batch: Batch, numbers: Sequence[int]) -> dict[str, Ragged]:
+        """Return the numbers of ended trajectories, by key; see `Leader.outputs`.
 
         What stands before the first turn is the prompt. For measurements, it is given by the environment, so the
         base counts with the prompt of one token.
         """
-        runs = [row.run for row in self._rows]
+        runs = [self._rows[number].run for number in numbers]
         finished = [float(run is not None and run.conversation.finished and not run.is_full) for run in runs]
         prompts = [int(mask.cumsum(0).eq(0).sum()) for mask in batch["action_mask"].rows()]
-        return super().outputs(batch) | {
+        return super().outputs(batch, numbers) | {
             "finished": Ragged.scalars(torch.tensor(finished)),
             "prompt_length": Ragged.scalars(torch.tensor(prompts)),
         }

@@ -127,9 +127,9 @@ class Leader(ABC, Generic[Row]):
         self._others.send(replies)
         return replies
 
-    def outputs(self, batch: Batch) -> dict[str, Ragged]:
-        """Return the numbers of each trajectory, by key. `batch` has the sequences."""
-        rows = self._rows
+    def outputs(self, batch: Batch, numbers: Sequence[int]) -> dict[str, Ragged]:
+        """Return the numbers of ended trajectories, by key. `batch` has their sequences. `numbers`: their rows."""
+        rows = [self._rows[number] for number in numbers]
         measures, taken = self._environments.measures, batch["action_mask"].rows()
         for row, actions, prompt in zip(rows, taken, batch["prompt_length"].values.tolist(), strict=True):
             if not row.failed:

@@ -79,13 +79,14 @@ class Trajectories:
         self._limits.update((reply.row, reply.limit) for reply in replies if reply.limit is not None)
         return replies
 
-    def outputs(self, batch: Batch) -> dict[str, Ragged]:
-        """Return the numbers of each trajectory, by key; only the rank that leads the replica has them.
+    def outputs(self, batch: Batch, rows: Sequence[int]) -> dict[str, Ragged]:
+        """Return the numbers of trajectories that have ended, by key.
 
-        `batch` has the sequences. A trajectory that a limit ended becomes unfinished.
+        Only the rank that leads the replica has them. `batch` has their sequences, and `rows` has their numbers. A
+        trajectory that a limit ended becomes unfinished.
         """
         assert isinstance(self._side, Leader), "only the leader asks"
-        return self._side.outputs(batch)
+        return self._side.outputs(batch, rows)
 
 
 def summarize_trajectories(batch: Batch) -> Metrics:

@@ -163,6 +163,19 @@ class _Step:
             self.timer.worked(read_work)
 
 
+@dataclass(frozen=True, eq=False)
+class _Sampling:
+    """A generate call in progress on this rank."""
+
+    generation: Generation
+    prompts: str
+    """Key of the prompts."""
+    samples: int
+    rows: Mapping[int, int]
+    """Item -> number of its row in the call."""
+    turns: Trajectories | None
+
+
 class Worker:
     """Executes this rank's program, step after step."""
 
@@ -188,7 +201,7 @@ class Worker:
         self._activity = process.activity
         self._functions = Functions(trace, process.activity)
         self._early_loads, self._environments = early_loads, environments
-        self._generation: Generation | None = None
+        self._sampling: _Sampling | None = None
         """The generate call that hands on portions, from its first to its last portion."""
         self._movers: dict[type[Instruction], Callable[..., None]] = {
             Reallocate: roles.reallocate,
@@ -449,7 +462,6 @@ class Worker:
         """Execute a call of a model."""
         assert run.role is not None, "functions are started"
         store = now.store
-        step = now.input
         call = store.graph.call(run.call)
         dp = run.placement.item_index(self._process.rank)
         batch = store.batch(call, dp)
@@ -461,44 +473,12 @@ class Worker:
         method = self._algorithm.method(call.name)
         if call.kind is Kind.GENERATE and not len(batch):
             if call.has_metrics:
-                now.metrics[call.name] = Metrics()
+                now.add_metrics(call, Metrics())
             return
         if call.kind is Kind.GENERATE:
-            assert isinstance(method, GenerateMethod)
-            number = [other for other in store.graph.calls if other.kind is Kind.GENERATE].index(call)
-            sampling = method.sampling_of(evaluation=step.evaluation)
-            turns = self._begin_trajectories(run, batch, sampling, now) if call.record_fields else None
-            samples = store.samples
-            if turns is not None and turns.replaces_prompts:
-                # Agents write prompts of their own, which may differ.
-                blank = Ragged.scalars(torch.zeros(len(batch), dtype=torch.int64))
-                batch, samples = batch.with_fields(**{method.prompts: blank}), 1
-            try:
-                batch = generate(
-                    model,
-                    batch,
-                    method.prompts,
-                    sampling=sampling,
-                    stop_token_ids=self._find_stop_token_ids(sampling),
-                    stop=StopStrings.of(self._tokenizer, sampling),
-                    seed=replace(step.sampling_seed, call=number),
-                    kv_capacity=max_tokens,
-                    samples=samples,
-                    after_step=now.after_pass,
-                    record_experts=call.records_experts,
-                    kept=None if step.evaluation else self._roles.kept_decoding(call.name),
-                    turns=turns,
-                )
-            except NotFiniteLogitsError as error:
-                raise NotFiniteError(f"{call.name}: {_describe_logits(error, step, call)}") from None
-            if turns is not None and self._process.rank in run.placement.output_ranks:
-                batch = batch.with_fields(**turns.outputs(batch))
-                now.metrics[call.name] = summarize_trajectories(batch)
-            if model.shard.last:
-                given = batch[method.prompts]
-                groups = group_samples(batch.ids, given, samples)
-                lengths = given.lengths, batch["sequences"].lengths
-                now.worked(lambda: count_generation(model.counts, groups, *lengths))
+            sampling = self._begin_sampling(run, call, batch, now)
+            sampling.generation.run(now.after_pass)
+            batch = self._take_samples(run, call, sampling, now)
         elif call.kind is Kind.INFERENCE:
             metrics: Metrics
             batch, metrics = model.infer(
@@ -590,45 +570,72 @@ class Worker:
         The other answers go on in the next portion.
         """
         assert run.role is not None, "generate calls have a model"
-        store, dp = now.store, run.placement.item_index(self._process.rank)
-        model = self._roles.model(run.role, run.placement)
-        model.counts.reset()
-        method = cast(GenerateMethod, self._algorithm.method(call.name))
-        sampling = method.sampling_of(evaluation=False)
+        self._roles.model(run.role, run.placement).counts.reset()
         if run.portion == 1:
-            batch = store.batch(call, dp)
-            self._generation = None
-            if len(batch):
-                self._generation = Generation(
-                    model,
-                    batch,
-                    method.prompts,
-                    sampling=sampling,
-                    stop_token_ids=self._find_stop_token_ids(sampling),
-                    stop=StopStrings.of(self._tokenizer, sampling),
-                    seed=replace(now.input.sampling_seed, call=0),
-                    kv_capacity=run.placement.strategy.micro_batch_tokens,
-                    samples=store.samples,
-                    kept=self._roles.kept_decoding(call.name),
-                )
-        generation = self._generation
-        if generation is None:
+            batch = now.store.batch(call, run.placement.item_index(self._process.rank))
+            self._sampling = self._begin_sampling(run, call, batch, now) if len(batch) else None
+        sampling = self._sampling
+        if sampling is None:
+            if call.has_metrics:
+                now.add_metrics(call, Metrics())
             return
-        left = call.portions - run.portion
+        left, generation = call.portions - run.portion, sampling.generation
         generation.run(now.after_pass, most_open=generation.prompts * left // call.portions)
+        batch = self._take_samples(run, call, sampling, now)
+        if not left:
+            self._sampling = None
+        for key in call.outputs if len(batch) and self._process.rank in run.placement.output_ranks else ():
+            now.store.put(key, batch.ids, batch[key.removeprefix(call.prefix)])
+
+    def _begin_sampling(self, run: Run, call: Call, batch: Batch, now: _Step) -> _Sampling:
+        """Begin a generate call. `batch`: the call's inputs on this rank."""
+        assert run.role is not None, "generate calls have a model"
+        store, step = now.store, now.input
+        model = self._roles.model(run.role, run.placement)
+        method = cast(GenerateMethod, self._algorithm.method(call.name))
+        number = [other for other in store.graph.calls if other.kind is Kind.GENERATE].index(call)
+        sampling = method.sampling_of(evaluation=step.evaluation)
+        turns = self._begin_trajectories(run, batch, sampling, now) if call.record_fields else None
+        samples = store.samples
+        if turns is not None and turns.replaces_prompts:
+            # Agents write prompts of their own, which may differ.
+            blank = Ragged.scalars(torch.zeros(len(batch), dtype=torch.int64))
+            batch, samples = batch.with_fields(**{method.prompts: blank}), 1
+        generation = Generation(
+            model,
+            batch,
+            method.prompts,
+            sampling=sampling,
+            stop_token_ids=self._find_stop_token_ids(sampling),
+            stop=StopStrings.of(self._tokenizer, sampling),
+            seed=replace(step.sampling_seed, call=number),
+            kv_capacity=run.placement.strategy.micro_batch_tokens,
+            samples=samples,
+            record_experts=call.records_experts,
+            kept=None if step.evaluation else self._roles.kept_decoding(call.name),
+            turns=turns,
+        )
+        rows = {item: row for row, item in enumerate(batch.ids)}
+        return _Sampling(generation, method.prompts, samples, rows, turns)
+
+    def _take_samples(self, run: Run, call: Call, sampling: _Sampling, now: _Step) -> Batch:
+        """Take the answers that have ended since the last time. Only some ranks get them, as from `generate`."""
+        assert run.role is not None, "generate calls have a model"
+        model = self._roles.model(run.role, run.placement)
         try:
-            batch = generation.take()
+            batch = sampling.generation.take()
         except NotFiniteLogitsError as error:
             raise NotFiniteError(f"{call.name}: {_describe_logits(error, now.input, call)}") from None
-        if run.portion == call.portions:
-            self._generation = None
+        turns = sampling.turns
+        if turns is not None and self._process.rank in run.placement.output_ranks:
+            batch = batch.with_fields(**turns.outputs(batch, [sampling.rows[item] for item in batch.ids]))
+            now.add_metrics(call, summarize_trajectories(batch))
         if model.shard.last:
-            given = batch[method.prompts]
-            groups = group_samples(batch.ids, given, store.samples)
+            given = batch[sampling.prompts]
+            groups = group_samples(batch.ids, given, sampling.samples)
             lengths = given.lengths, batch["sequences"].lengths
             now.worked(lambda: count_generation(model.counts, groups, *lengths))
-        for key in call.outputs if len(batch) and self._process.rank in run.placement.output_ranks else ():
-            store.put(key, batch.ids, batch[key.removeprefix(call.prefix)])
+        return batch
 
     def _begin_trajectories(
         self, run: Run, batch: Batch, sampling: GenerationConfig, now: _Step
