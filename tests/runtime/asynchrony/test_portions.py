@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from realrl.cli.app import run_app
 from realrl.config.errors import UserError
 from realrl.recipe.load import load_experiment
 from realrl.runtime.worker.worker import Worker
@@ -44,7 +45,11 @@ def place(file: Path, size: int, generation: dict[str, Any], others: dict[str, A
         if name == "reward.function":
             placed["mesh"], placed["dp"] = "0", 1
         else:
-            document["calls"][name] = generation if name == "actor.generate" else others
+            of = generation if name == "actor.generate" else others
+            # Only calls that train have ZeRO-2.
+            document["calls"][name] = (
+                of if name == "actor.train" else {**of, "zero": of.get("zero", 1) // 3 * 3 or 1}
+            )
     plan.write_text(yaml.safe_dump(document))
     return file
 
@@ -63,7 +68,7 @@ def compare(whole: Path, portions: Path) -> None:
         ("gspo", {"policy__recompute_logprobs": True}),
         ("rloo", {}),
         ("dapo", {"policy__sampling_rounds": 1}),
-        ("grpo", {"policy__mask_truncated": True, "policy__reference_sync": {"every": 2, "factor": 0.5}}),
+        ("grpo", {"policy__mask_truncated": True, "policy__ref_ema": 0.5}),
         ("expert_iteration", {}),
         ("distillation", {}),
         ("distillation", {"distillation__top_k": 4}),
@@ -137,7 +142,9 @@ def test_trajectories_are_handed_on_when_they_end(world: World, tmp_path: Path, 
     run_on_ranks(1, [whole])
     run_on_ranks(2, [portions])
     compare(whole, portions)
-    for expected, found in zip(*(read_metrics(file.parent / "run") for file in (whole, portions)), strict=True):
+    for expected, found in zip(
+        *(read_metrics(file.parent / "run") for file in (whole, portions)), strict=True
+    ):
         for name in ("turns", "environment_reward", "failed"):
             name = f"actor.generate/{name}"
             assert found[name] == pytest.approx(expected[name])
@@ -156,7 +163,7 @@ def test_answers_are_handed_on_in_the_order_in_which_they_end(
         return train(self, run, call, batch, now)
 
     monkeypatch.setattr(Worker, "_train", note)
-    run_on_ranks(2, [part(write(world, tmp_path / "portions", "grpo", 4))])
+    assert run_app(["train", str(part(write(world, tmp_path / "portions", "grpo", 4)))]) == 0
     rows = [json.loads(line) for line in seen.read_text().splitlines()]
     assert [(step, portion, last) for portion, step, last, *_ in rows] == [
         (step, portion, portion == 4) for step in range(3) for portion in (1, 2, 3, 4)
@@ -178,7 +185,11 @@ def test_answers_are_handed_on_in_the_order_in_which_they_end(
         ("grpo", {"policy__minibatches": 2}, "actor.train makes 2 optimizer steps"),
         ("grpo", {"policy__epochs": 2}, "2 passes over a batch begin when it is complete"),
         ("grpo", {"policy__kl": {"coef": 0.1, "adaptive": True}}, "policy.kl.adaptive=true compares"),
-        ("remax", {}, "actor.generate and actor.generate_greedy sample, and only one call can hand on portions"),
+        (
+            "remax",
+            {},
+            "actor.generate and actor.generate_greedy sample, and only one call can hand on portions",
+        ),
         ("grpo", {"data__batch": 2}, "a batch has only 2 prompts (data.batch); set fewer portions"),
         ("sft", {}, "asynchrony.portions=4: steps of sft do not sample; leave it out"),
         ("dapo", {}, "training cannot overlap with sampling if a step samples in up to 4 rounds"),
