@@ -1,14 +1,18 @@
 """Steps that hand on their samples in portions learn what other steps learn."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from realrl.cli.app import run_app
+from realrl.algorithms.base.method import Metrics
 from realrl.config.errors import UserError
+from realrl.data.batch import Batch
+from realrl.dataflow.call import Call
+from realrl.program.instructions import Run
 from realrl.recipe.load import load_experiment
 from realrl.runtime.worker.worker import Worker
 from realrl.testing.ranks import run_on_ranks
@@ -147,23 +151,26 @@ def test_trajectories_are_handed_on_when_they_end(world: World, tmp_path: Path, 
     ):
         for name in ("turns", "environment_reward", "failed"):
             name = f"actor.generate/{name}"
+            assert name in expected, (sorted(expected), sorted(found))
             assert found[name] == pytest.approx(expected[name])
 
 
-def test_answers_are_handed_on_in_the_order_in_which_they_end(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = tmp_path / "seen.jsonl"
+def note_training(seen: Path) -> None:
+    """Let a rank note which items each train call works on."""
     train = Worker._train
 
-    def note(self: Worker, run: Any, call: Any, batch: Any, now: Any) -> Any:
-        counts = batch["sequences"].lengths
+    def note(self: Worker, run: Run, call: Call, batch: Batch, now: Any) -> Metrics:
         with seen.open("a") as file:
-            file.write(json.dumps([run.portion, now.number, now.last, *counts]) + "\n")
+            file.write(json.dumps([run.portion, now.number, now.last, *batch["sequences"].lengths]) + "\n")
         return train(self, run, call, batch, now)
 
-    monkeypatch.setattr(Worker, "_train", note)
-    assert run_app(["train", str(part(write(world, tmp_path / "portions", "grpo", 4)))]) == 0
+    Worker._train = note  # type: ignore[method-assign]
+
+
+def test_answers_are_handed_on_in_the_order_in_which_they_end(world: World, tmp_path: Path) -> None:
+    seen = tmp_path / "seen.jsonl"
+    file = part(write(world, tmp_path / "portions", "grpo", 4))
+    run_on_ranks(2, [file], prepare=partial(note_training, seen))
     rows = [json.loads(line) for line in seen.read_text().splitlines()]
     assert [(step, portion, last) for portion, step, last, *_ in rows] == [
         (step, portion, portion == 4) for step in range(3) for portion in (1, 2, 3, 4)

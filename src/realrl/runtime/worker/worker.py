@@ -471,13 +471,8 @@ class Worker:
         model.counts.reset()
         max_tokens = run.placement.strategy.micro_batch_tokens
         method = self._algorithm.method(call.name)
-        # Without items, ranks of a generate call do nothing, and nobody works on an empty portion.
-        if (
-            call.kind is Kind.GENERATE
-            and not len(batch)
-            or call.kind is Kind.INFERENCE
-            and store.portion == []
-        ):
+        idle = not len(batch) if call.kind is Kind.GENERATE else store.portion == []
+        if idle and call.kind is not Kind.TRAIN:  # nobody works on an empty portion
             if call.has_metrics:
                 now.add_metrics(call, Metrics())
             return
