@@ -124,11 +124,17 @@ def _join(sampling: Program, portions: Sequence[Program]) -> Program:
     opening: list[Instruction] = []
     runs: list[Run] = []
     closing: list[Instruction] = []
+    reports: list[Instruction] = []
     for instruction in sampling.instructions:
-        if isinstance(instruction, Run):
-            runs.append(instruction)
-        elif not isinstance(instruction, ShareLengths | Report):  # those of portions follow
-            (closing if runs else opening).append(instruction)
+        match instruction:
+            case Run():
+                runs.append(instruction)
+            case Report():
+                reports.append(instruction)
+            case ShareLengths():
+                pass  # each portion shares its own lengths
+            case _:
+                (closing if runs else opening).append(instruction)
     joined = [*opening]
     for number, program in enumerate(portions, 1):
         last = number == len(portions)
@@ -141,7 +147,7 @@ def _join(sampling: Program, portions: Sequence[Program]) -> Program:
             # Records arrive once, and the metrics of all portions are reported together.
             if not isinstance(instruction, Feed) and (last or not isinstance(instruction, Report))
         ]
-    return Program(sampling.rank, tuple(joined))
+    return Program(sampling.rank, (*joined, *reports))
 
 
 def _name_portion(instruction: Instruction, number: int, portions: int) -> Instruction:
