@@ -177,8 +177,9 @@ def plan(
                 " --budget and --try"
             )
         arguments = [*plan_input.list_device_overrides(cluster), *(overrides or [])]
-        partial = experiment.environment_config is None and not plan_input.replays_routers(experiment)
-        for settings in plan_input.list_asynchrony(staleness, partial=partial):
+        replays = plan_input.replays_routers(experiment)
+        partial = experiment.environment_config is None and not replays
+        for settings in plan_input.list_asynchrony(staleness, partial=partial, portions=not replays):
             given = [f"asynchrony.{name}={str(value).lower()}" for name, value in settings]
             try:
                 asked = load_experiment(str(recipe), [*arguments, *given])

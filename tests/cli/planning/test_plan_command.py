@@ -130,12 +130,12 @@ def test_asynchronous_plans_are_compared_and_the_fastest_is_printed(
     found = planned(capsys, *options)
     rows = found["staleness"]
     assert [tuple(row["asynchrony"].values()) for row in rows] == [
-        (0, False, True),
-        (1, False, True),
-        (1, True, False),
-        (2, False, True),
-        (2, True, True),
-        (2, True, False),
+        (0, False, True, 1),
+        (1, False, True, 1),
+        (1, True, False, 1),
+        (2, False, True, 1),
+        (2, True, True, 1),
+        (2, True, False, 1),
     ]
     seconds = [row["step_seconds"] for row in rows]
     # Every synchronous plan is also a plan of whole answers, and long answers are rare.

@@ -173,12 +173,15 @@ PORTIONS = 8
 """Number of portions that `--staleness` tries."""
 
 
-def list_asynchrony(staleness: int, *, partial: bool) -> "list[AsynchronyConfig]":
-    """List the settings of asynchrony that `--staleness` compares: the synchronous ones first. `partial`: whether
-    answers may be spread over several steps."""
+def list_asynchrony(staleness: int, *, partial: bool, portions: bool) -> "list[AsynchronyConfig]":
+    """List the settings of asynchrony that `--staleness` compares: the synchronous ones first.
+
+    `partial`: whether answers may be spread over several steps. `portions`: whether they may be handed on in
+    portions.
+    """
     from realrl.recipe.training import AsynchronyConfig
 
-    found = [AsynchronyConfig(), AsynchronyConfig(portions=PORTIONS)]
+    found = [AsynchronyConfig(), *([AsynchronyConfig(portions=PORTIONS)] if portions else [])]
     for steps in range(1, staleness + 1):
         found.append(AsynchronyConfig(staleness=steps))
         if partial:
@@ -189,7 +192,8 @@ def list_asynchrony(staleness: int, *, partial: bool) -> "list[AsynchronyConfig]
 
 
 def replays_routers(experiment: "Experiment") -> bool:
-    """Whether a mixture of experts replays the experts of its samples, which partial answers do not allow."""
+    """Whether a mixture of experts replays the experts of its samples, which partial answers and portions do not
+    allow."""
     from realrl.runtime.prepare.job import open_models
 
     synchronous = experiment.model_copy(update={"asynchrony": type(experiment.asynchrony)()})

@@ -85,7 +85,12 @@ class _Devices:
                 *before,
                 max([last, *(Footprint(last.during, m) for m in moving)], key=lambda f: f.bytes),
             ]
-        return tuple(footprints)
+        largest_of: dict[str, Footprint] = {}
+        for footprint in footprints:  # a call may run once for each portion
+            known = largest_of.setdefault(footprint.during, footprint)
+            if footprint.bytes > known.bytes:
+                largest_of[footprint.during] = footprint
+        return tuple(largest_of.values())
 
     def _parts(self, holdings: Holdings) -> dict[MemoryPart, int]:
         """Sum bytes by part. All parameter sets of a role in one layout are one part."""

@@ -223,10 +223,10 @@ class Workload:
         answers: list[int] = []
         for place in np.linspace(number - 1, number, 2 * _PLACES + 1)[1::2] / portions:
             # The longest of n answers is below a length with the n-th power of an answer's probability.
-            within = place ** (1 / self.samples)
-            lengths = np.linspace(0.0, within, 2 * self.samples + 1)[1::2]
-            answers += np.interp(lengths[:-1], self._quantile_places, ordered).round().astype(int).tolist()
-            answers.append(round(float(np.interp(within, self._quantile_places, ordered))))
+            longest = place ** (1 / self.samples)
+            others = np.linspace(0.0, longest, 2 * self.samples - 1)[1::2]
+            places = [*others.tolist(), longest]
+            answers += np.interp(places, self._quantile_places, ordered).round().astype(int).tolist()
         return replace(self, items=count * self.samples, answers=quantiles(answers), longest=0)
 
     @property

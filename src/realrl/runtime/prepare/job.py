@@ -333,12 +333,14 @@ def _replay_routers(
                     f"{field}: the model is not a mixture of experts, so it has no router; leave the setting out"
                 )
         elif role in sampling:
-            if config.router_replay is not False and any(call.span > 1 for call in graph.calls):
-                raise UserError(
-                    f"models.{role}: with asynchrony.partial=true, the experts of an answer's first tokens are not"
-                    f" kept; set models.{role}.router_replay=false"
-                )
             if config.router_replay is not False:
+                lost = None
+                if any(call.span > 1 for call in graph.calls):
+                    lost = "asynchrony.partial=true, the experts of an answer's first tokens are not kept"
+                elif graph.streaming is not None:
+                    lost = "asynchrony.portions, the experts of answers are not kept"
+                if lost is not None:
+                    raise UserError(f"models.{role}: with {lost}; set models.{role}.router_replay=false")
                 widths[role] = shape.layers * shape.mixture.per_token
         elif config.router_replay:
             raise UserError(f"{field}: {role} is not trained on samples of its own; leave the setting out")
