@@ -1,4 +1,4 @@
-"""Compare synchronous GRPO with sampling that runs ahead of training, on two CPU processes.
+"""Compare synchronous GRPO with training that overlaps with sampling, on two CPU processes.
 
     python bench/asynchrony.py [--reward-seconds 1.5] [--steps 16] [--rounds 2] [--out DIR] [--json FILE]
 
@@ -65,6 +65,8 @@ def prepare(out: Path, seconds: float) -> Path:
 
 CASES: dict[str, list[str]] = {
     "synchronous": ["staleness=0"],
+    "2 portions": ["portions=2"],
+    "4 portions": ["portions=4"],
     "1 step ahead": ["staleness=1"],
     "2 steps ahead": ["staleness=2"],
     "partial, 1 step": ["staleness=1", "partial=true", "overlap=false"],

@@ -15,7 +15,8 @@ grpo: a step of GRPO under a plan with the source's layouts, as the planner simu
 `generate_on` and `train_on` are [first device, number of devices]; all devices if they are missing. The devices
 that train also run inference, `inferences` times. `ahead` and `span` are the arguments of `run_ahead`. Without
 them, calls run one after another. With `ahead: 1`, a step samples the batch that the next step trains on. With
-`span`, each answer is spread over this number of steps.
+`span`, each answer is spread over this number of steps. With `portions`, the samples of a step are handed on in
+this number of portions.
 
 If only the mean length of answers is published, the lengths follow an exponential distribution up to the limit.
 The share `at_limit` of answers has the maximum length. A `pair` is a row of mode `sync` with asynchronous rows of
@@ -61,6 +62,8 @@ QUANTILES = 64
 FREE_SHARE = 0.95
 """Fraction of the free memory that holds keys and values in TensorRT-LLM's rows."""
 SYNC = "sync"
+WEIGHTS = "weights"
+"""Term of a step: the seconds in which weights move between devices."""
 """Mode of rows whose calls run one after another."""
 NO_LIMIT = 1 << 20
 """Stands for no limit on the length of answers."""
@@ -221,6 +224,7 @@ def predict_grpo(row: Row) -> Prediction:
     placements[GENERATE.name] = row.place_generation(count_generated_tokens(row, scenario))
     estimate = estimate_plan(scenario, Plan(row.spec.cluster, placements))
     terms = {name: call.seconds for name, call in estimate.calls.items()}
+    terms[WEIGHTS] = sum(move.seconds for move in estimate.moves)
     return Prediction(estimate.repeated_seconds, terms)
 
 
@@ -319,6 +323,11 @@ def render_order(ordered: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def share_weights(found: list[dict[str, Any]]) -> float:
+    """Find the largest share of an asynchronous step in which weights move between devices."""
+    return max(one["terms"][WEIGHTS] / one["predicted"] for one in found if one["pair"] and one["mode"] != SYNC)
+
+
 def main() -> None:
     arguments = make_parser(__doc__).parse_args()
     found = [compare(row) for row in read_rows()]
@@ -330,6 +339,7 @@ def main() -> None:
         f"{sum(error <= 0.2 for error in errors)} of {len(errors)} within 20 %; median"
         f" {errors[len(errors) // 2]:.1%}, mean {sum(errors) / len(errors):.1%}"
     )
+    print(f"weights move in at most {share_weights(found):.2%} of an asynchronous step")
     Results(arguments.json).add("published rows", {"rows": found, "order": ordered})
 
 

@@ -135,3 +135,39 @@ def test_a_mistake_is_one_message(tmp_path: Path, old: str, new: str, message: s
     with pytest.raises(CheckFailure, match=message) as caught:
         check(tmp_path, old, new)
     assert "\n" not in str(caught.value)
+
+
+CLAIM = """
+from dataclasses import replace
+
+from realrl.algorithms.policy_gradient import {base}
+
+ALGORITHM = replace({base}, name="claim", needs_whole_batch=lambda experiment: None)
+"""
+
+
+def check_claim(directory: Path, base: str) -> None:
+    """Check an algorithm that says that it can train on portions."""
+    (directory / "claim.py").write_text(CLAIM.format(base=base))
+    recipe = {
+        **RECIPE,
+        "algorithm": str(directory / "claim.py"),
+        "asynchrony": {"portions": 2},
+        "reward": {"verifier": {"kind": "numeric"}},
+        "models": {**RECIPE["models"], "reward": None},
+    }
+    (directory / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    check_algorithm(directory / "recipe.yaml", directory / "check", processes=2)
+
+
+def test_an_algorithm_that_trains_on_portions_passes(tmp_path: Path) -> None:
+    check_claim(tmp_path, "DR_GRPO")
+    assert "portions: 2" in (tmp_path / "check" / "portions.yaml").read_text()
+
+
+def test_an_algorithm_that_needs_the_whole_batch_is_found(tmp_path: Path) -> None:
+    message = (
+        r"plan sampling apart on 2 processes, 2 portions: step 1: actor\.train/\w+ is [\d.-]+; in one process"
+    )
+    with pytest.raises(CheckFailure, match=message):
+        check_claim(tmp_path, "REINFORCE_PP")

@@ -55,6 +55,7 @@ def check_algorithm(
        The plans with several processes are: symmetric, two TP ranks, two pipeline stages, and each role on its own
        devices. At most `processes` are started. If there are more roles than processes, only training gets its own
        devices. Small micro-batches give the same metrics too.
+       If the recipe hands on samples in portions, a run with portions gives the same metrics, too.
     4. A run whose algorithm is rebuilt after each step also gives the same metrics. `load_state_dict` receives what
        `state_dict` returned on the first rank of the first train call. Weights and optimizer state are kept,
        because they do not belong to the algorithm.
@@ -64,13 +65,14 @@ def check_algorithm(
     try:
         experiment = load_experiment(os.fspath(recipe), overrides)
         settings = shrink_recipe(experiment, place, records=records, overrides=overrides)
+        portions = _take_portions(settings)
         small = parse_experiment(settings)
         graph = small.graph
         build_algorithm(small)
     except UserError as error:
         raise CheckFailure(f"description: {error}") from None
     _check_programs(small, graph)
-    runs = _list_runs(graph, place, processes)
+    runs = _list_runs(graph, place, processes, portions)
     for run in runs:
         run.write(settings, graph)
     for size in sorted({run.size for run in runs}):
@@ -99,9 +101,10 @@ def check_recipe(
     """
     tokenizer = load_shared_tokenizer(experiment)
     settings = shrink_recipe(experiment, directory, records=records, tokenizer=tokenizer, agents=agents)
+    portions = _take_portions(settings)
     small = parse_experiment(settings)
     graph = small.graph
-    alone, *others = _list_runs(graph, directory, processes)
+    alone, *others = _list_runs(graph, directory, processes, portions)
     runs = [alone, *_list_further_runs(directory), *others]
     for run in runs:
         run.write(settings, graph)
@@ -219,6 +222,7 @@ class _Run:
     micro_batch_tokens: int = WHOLE
     plan: Plan | None = None
     run_class: type[TrainingRun] | None = None
+    portions: int = 1
 
     @property
     def directory(self) -> Path:
@@ -235,6 +239,8 @@ class _Run:
             file = self.recipe.with_suffix(".plan.yaml")
             self.plan.save(file, graph)
             given |= {"plan": str(file), "cluster": str(self.plan.cluster)}
+        if self.portions > 1:
+            given["asynchrony"] = {**settings["asynchrony"], "portions": self.portions}
         self.recipe.write_text(dump_yaml({**settings, **given}))
 
 
@@ -255,7 +261,13 @@ def _check_programs(experiment: Experiment, graph: DataflowGraph) -> None:
             ) from None
 
 
-def _list_runs(graph: DataflowGraph, place: Path, processes: int) -> list[_Run]:
+def _take_portions(settings: dict[str, Any]) -> int:
+    """Take the number of portions out of a recipe's settings, because few plans of a check allow portions."""
+    portions = settings["asynchrony"].pop("portions")
+    return min(int(portions), int(settings["data"]["batch"]))
+
+
+def _list_runs(graph: DataflowGraph, place: Path, processes: int, portions: int) -> list[_Run]:
     """List the runs of a check. All other runs are compared with the first."""
     runs = [
         _Run(name="one process", recipe=place / "alone.yaml"),
@@ -287,7 +299,22 @@ def _list_runs(graph: DataflowGraph, place: Path, processes: int) -> list[_Run]:
                     kind="state",
                 )
             )
+    if portions > 1:
+        name = f"plan sampling apart on 2 processes, {portions} portions"
+        plan = _make_plan_apart(graph)
+        runs.append(_Run(name=name, recipe=place / "portions.yaml", size=2, plan=plan, portions=portions))
     return runs
+
+
+def _make_plan_apart(graph: DataflowGraph) -> Plan:
+    """Make the plan that samples on one device, and does everything else on another."""
+    placements = {
+        call.name: function_placement(Mesh(0, 1))
+        if call.is_function
+        else Placement(Mesh(int(call.kind is Kind.GENERATE), 1), Strategy(micro_batch_tokens=WHOLE))
+        for call in graph.calls
+    }
+    return Plan(Cluster(1, 2), placements)
 
 
 def _execute(runs: Sequence[_Run]) -> None:

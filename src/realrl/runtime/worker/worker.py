@@ -289,7 +289,7 @@ class Worker:
         def share_lengths(share: ShareLengths) -> None:
             step = now(share)
             self._exchange.share_lengths(share, step.store)
-            if streaming is not None and share.call == streaming.name:
+            if streaming is not None and share.call == streaming.name and share.portion not in portions:
                 last = share.portion == streaming.portions
                 portions[share.portion] = replace(step, store=step.store.hand_on(share.key), last=last)
 
