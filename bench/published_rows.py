@@ -325,7 +325,9 @@ def render_order(ordered: list[dict[str, Any]]) -> list[str]:
 
 def share_weights(found: list[dict[str, Any]]) -> float:
     """Find the largest share of an asynchronous step in which weights move between devices."""
-    return max(one["terms"][WEIGHTS] / one["predicted"] for one in found if one["pair"] and one["mode"] != SYNC)
+    return max(
+        one["terms"][WEIGHTS] / one["predicted"] for one in found if one["pair"] and one["mode"] != SYNC
+    )
 
 
 def main() -> None:

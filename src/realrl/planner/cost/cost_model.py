@@ -17,9 +17,10 @@ from realrl.planner.cluster.cluster_spec import ClusterSpec, Site
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.cost.call_context import CallContext
-from realrl.planner.cost.generation import cost_generation, cost_kept_captures, share_portions
+from realrl.planner.cost.generation import cost_generation, cost_kept_captures
 from realrl.planner.cost.network import Network
 from realrl.planner.cost.passes import cost_inference, cost_training
+from realrl.planner.cost.portions import share_portions
 from realrl.planner.cost.timing import Timing
 from realrl.planner.moves.exchange import ExchangeModel, count_exchanged_bytes
 from realrl.planner.moves.links import LinkTransfers, ParameterBytes
@@ -139,7 +140,7 @@ class CostModel:
             Strategies.of([placement.strategy]),
             workload,
         )
-        until = [float(share[0]) for share in share_portions(context, call.portions).values()]
+        until = share_portions(context, call.portions)
         return [end - begin for begin, end in zip([0.0, *until[:-1]], until, strict=True)]
 
     def _cost(

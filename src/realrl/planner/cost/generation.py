@@ -32,8 +32,6 @@ class DecodeSegment:
     """Sequences that are decoded, in all decode batches."""
     context: Real
     """Tokens in the KV cache that attention reads per row."""
-    complete: Real
-    """Share of the prompts whose rows have all ended at the end of the segment."""
 
 
 def split_decode_steps(
@@ -75,8 +73,7 @@ def split_decode_steps(
     # This many rows fill all places, although some of them wait.
     last = np.minimum(sizes.rows, most / active)
     first = (sizes.rows - last) * mean * active / (most * (1 - waiting))
-    replaced = 1 - last / sizes.rows
-    yield DecodeSegment(first, most, read * work.mean + own, replaced)
+    yield DecodeSegment(first, most, read * work.mean + own)
     # The largest of n draws is at the quantile n / (n + 1) on average.
     place = np.atleast_1d(np.minimum(count - 1, truncate(count * last / (last + 1))))
     longest = np.take_along_axis(np.broadcast_to(lengths, (count, len(place))), place[None], axis=0)[0]
@@ -89,12 +86,10 @@ def split_decode_steps(
         read = (1 - (1 - alive) ** together) / (alive * together) if shares else 1.0
         # The first decode step of a row reads its prompt alone: the step's input is the prompt's last token.
         context = read * work.mean + ((begin + end) * per_step - 1) / 2
-        ended = (lengths <= end).mean(axis=0) ** together
-        complete = replaced + (1 - replaced) * ended
-        yield DecodeSegment(end - begin, np.maximum(1.0, last * alive * active), context, complete)
+        yield DecodeSegment(end - begin, np.maximum(1.0, last * alive * active), context)
     if steps is None:
         alone = np.maximum(0, work.longest_answer - longest)
-        yield DecodeSegment(alone, 1.0, work.mean + longest + alone / 2, 1.0)
+        yield DecodeSegment(alone, 1.0, work.mean + longest + alone / 2)
 
 
 def cost_generation(context: CallContext) -> Mapping[str, Floats]:
@@ -150,38 +145,9 @@ def _cost_decode_steps(
     )
     for segment in segments:
         number = number + segment.steps
-        for name, seconds in _cost_decode_step(context, sizes.batches, segment).items():
+        for name, seconds in cost_decode_step(context, sizes.batches, segment).items():
             terms[name] = terms.get(name, 0.0) + segment.steps * seconds
     return terms, number
-
-
-def share_portions(context: CallContext, portions: int) -> dict[str, Floats]:
-    """Predict the share of a generate call's time until each of its portions has ended, by the portion's number.
-
-    The model assumes that all data-parallel ranks complete their prompts alike. Prompts that wait for a place in
-    the cache are prefilled as other prompts complete.
-    """
-    sizes = split_generations(context.work, context.strategies, cpu=context.timing.device.cpu)
-    whole = sum(cost_generation(context).values(), np.zeros(len(sizes.rows)))
-    looked = count_steps_per_look(cpu=context.timing.device.cpu)
-    segments = split_decode_steps(
-        context.work, sizes, steps_per_look=looked, shares=context.timing.device.cpu
-    )
-    complete, spent = [np.zeros(len(whole))], [np.zeros(len(whole))]
-    for segment in segments:
-        each = sum(_cost_decode_step(context, sizes.batches, segment).values(), np.zeros(len(whole)))
-        complete.append(np.broadcast_to(segment.complete, whole.shape))
-        spent.append(spent[-1] + segment.steps * each)
-    prefill = whole - spent[-1]
-    at_once = 1 - complete[1]
-    shares = {}
-    for number in range(1, portions):
-        share = number / portions
-        decoded = [
-            np.interp(share, c, s) for c, s in zip(np.array(complete).T, np.array(spent).T, strict=True)
-        ]
-        shares[str(number)] = (prefill * np.minimum(1.0, at_once + share) + decoded) / whole
-    return shares | {str(portions): np.ones(len(whole))}
 
 
 def _cost_turns(context: CallContext, sizes: GenerationWork) -> dict[str, Floats]:
@@ -262,7 +228,7 @@ def _cost_captures(context: CallContext, sizes: GenerationWork) -> Floats:
     return sizes.batches * graphs * 2 * operations * timing.device.kernel_s
 
 
-def _cost_decode_step(context: CallContext, batches: Ints, segment: DecodeSegment) -> dict[str, Floats]:
+def cost_decode_step(context: CallContext, batches: Ints, segment: DecodeSegment) -> dict[str, Floats]:
     """Predict the seconds by term of one decode step of all decode batches in flight.
 
     A token passes all stages before the next token starts, which takes the summed time of all stages. Each stage
