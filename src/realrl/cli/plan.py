@@ -183,10 +183,11 @@ def plan(
             given = [f"asynchrony.{name}={str(value).lower()}" for name, value in settings]
             try:
                 asked = load_experiment(str(recipe), [*arguments, *given])
-            except UserError:
-                if settings.portions > 1:
-                    continue  # the algorithm needs the whole batch
-                raise
+            except UserError as error:
+                if settings.portions == 1:
+                    raise
+                typer.echo(f"note: not compared: {error}", err=True)
+                continue
             _, of_settings, _ = plan_input.read_scenario(asked, cluster, profile, lengths)
             ahead.append((asked.asynchrony, replace(of_settings, failures=failures)))
     constraints = read_constraints(experiment, scenario.spec, files.get("out"))

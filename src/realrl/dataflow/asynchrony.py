@@ -42,13 +42,17 @@ def hand_on_portions(graph: DataflowGraph, portions: int) -> DataflowGraph:
 
 
 def overlap_portions(graph: DataflowGraph) -> DataflowGraph:
-    """Let sampling of the next batch overlap with all other calls, instead of handing on portions.
+    """Let all calls of a step overlap, each on a batch of its own, instead of handing on portions.
 
-    Under the same plan, a step with portions does the same work on the same devices, and its training ends later.
-    So it is not shorter than a step of this graph, apart from the time to send samples.
+    Under the same plan, the devices of a step with portions do the same work, and some of it must wait. So a step
+    with portions is not shorter than a step of this graph, apart from the time to send rows.
     """
-    calls = [replace(call, portions=1) for call in graph.calls]
-    return run_ahead(DataflowGraph(calls, graph.keys.values(), graph.averages), 1)
+    ahead: dict[str, int] = {}
+    for call in reversed(graph.order):
+        readers = [ahead[other.name] + 1 for other in graph.calls if _reads(graph, other, call)]
+        ahead[call.name] = 0 if call.kind is Kind.TRAIN else max(readers, default=1)
+    calls = [replace(call, portions=1, ahead=ahead[call.name]) for call in graph.calls]
+    return DataflowGraph(calls, graph.keys.values(), graph.averages)
 
 
 def find_portion_problem(graph: DataflowGraph) -> str | None:

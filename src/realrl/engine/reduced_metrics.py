@@ -25,18 +25,16 @@ class DifferentMetricsError(Exception):
 def reduce_metrics(metrics: Metrics, group: Group, device: torch.device, *, idle: bool = False) -> None:
     """All-reduce metrics over a group, in place.
 
-    An `idle` rank has no metrics, and does not receive those of other ranks. Raises DifferentMetricsError on every
-    rank unless all ranks that are not idle have the same names in the same order.
+    An `idle` rank has no metrics. It gets the metrics of other ranks, under numbers instead of their names. Raises
+    DifferentMetricsError on every rank unless all ranks that are not idle have the same names in the same order.
     """
     if group.size == 1:
         return
     means, maxima = _agree_on_names(metrics, group, device, idle=idle)
     if idle:
-        if means:
-            group.sum(torch.zeros(2 * means, dtype=torch.float64, device=device))
-        if maxima:
-            group.max(torch.full((maxima,), -torch.inf, dtype=torch.float64, device=device))
-        return
+        nothing = torch.zeros((), dtype=torch.float64, device=device)
+        metrics.means = {str(number): (nothing, nothing) for number in range(means)}
+        metrics.maxima = {str(means + number): nothing - torch.inf for number in range(maxima)}
     sums = [part for pair in metrics.means.values() for part in pair]
     if sums:
         total = group.sum(torch.stack([s.to(device) for s in sums]))

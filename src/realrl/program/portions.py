@@ -69,7 +69,8 @@ def check_portions(graph: DataflowGraph, plan: Plan) -> None:
         return
     field, there = f"asynchrony.portions={call.portions}", plan[call.name].mesh
     for other in graph.calls:
-        if other is not call and not other.is_function and plan[other.name].mesh.overlaps(there):
+        # A rank that waits for a function does not sample meanwhile.
+        if other is not call and plan[other.name].mesh.overlaps(there):
             raise UserError(
                 f"{field}: {call.name} goes on while {other.name} works on its first answers, so they need"
                 f" different devices; the plan places them on {there} and {plan[other.name].mesh}"

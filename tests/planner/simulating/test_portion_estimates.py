@@ -5,9 +5,11 @@ from dataclasses import replace
 from statistics import mean
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from realrl.config.errors import UserError
-from realrl.dataflow.asynchrony import hand_on_portions
+from realrl.dataflow.asynchrony import hand_on_portions, overlap_portions
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
@@ -55,12 +57,15 @@ def apart(scenario: Scenario) -> Plan:
     sampling = Placement(Mesh(4, 4), Strategy(dp=4, micro_batch_tokens=400_000))
     others = Placement(Mesh(0, 4), Strategy(dp=4, micro_batch_tokens=16384, zero=3))
     placements = {
-        call.name: sampling
-        if call.name == "actor.generate"
-        else replace(others, strategy=replace(others.strategy, zero=3))
-        for call in scenario.graph.calls
+        call.name: sampling if call.name == "actor.generate" else others for call in scenario.graph.calls
     }
     return Plan(Cluster(1, 8), placements, keep=("actor",))
+
+
+def share(scenario: Scenario) -> list[float]:
+    """Shares of the time of sampling in which each portion is sampled."""
+    call, plan = scenario.graph.call("actor.generate"), apart(scenario)
+    return scenario.cost.portions(call, scenario.models["actor"], plan[call.name], scenario.workload)
 
 
 def test_portions_have_all_prompts_and_tokens_together() -> None:
@@ -68,7 +73,7 @@ def test_portions_have_all_prompts_and_tokens_together() -> None:
         parts = [WORK.portion(number, portions) for number in range(1, portions + 1)]
         assert sum(part.items for part in parts) == ITEMS
         tokens = sum(part.items * mean(part.answers) for part in parts)
-        assert tokens == pytest.approx(ITEMS * mean(WORK.answers), rel=0.02)
+        assert tokens == pytest.approx(ITEMS * mean(WORK.answers), rel=0.01)
         longest = [max(part.answers) for part in parts]
         assert longest == sorted(longest)
 
@@ -104,13 +109,13 @@ def test_a_call_takes_as_long_in_portions_as_in_one_piece_or_a_little_longer() -
 
 def test_later_portions_end_later_and_the_first_ends_early() -> None:
     scenario = draft(8)
-    shares = Durations(scenario, apart(scenario))._sampling_shares
+    shares = share(scenario)
     assert len(shares) == 8 and all(share > 0 for share in shares) and sum(shares) == pytest.approx(1)
     # The last prompts wait for the longest answers.
     assert shares[-1] > 2 * min(shares) and shares[0] < 0.6
     alike = draft(4, replace(WORK, answers=(500,), longest=500))
     # Answers of one length end together.
-    assert Durations(alike, apart(alike))._sampling_shares[0] > 0.8
+    assert share(alike)[0] > 0.8
 
 
 def test_inference_and_training_overlap_with_sampling() -> None:
@@ -132,7 +137,7 @@ def test_inference_and_training_overlap_with_sampling() -> None:
 def test_plans_keep_sampling_apart() -> None:
     scenario = draft(8)
     found = find_plan(scenario, effort=0.1)
-    estimate = estimate_found(scenario, found)
+    estimate, gap = estimate_found(scenario, found)
     mesh = estimate.plan["actor.generate"].mesh
     assert not any(
         estimate.plan[call.name].mesh.overlaps(mesh)
@@ -142,6 +147,7 @@ def test_plans_keep_sampling_apart() -> None:
     assert not estimate.plan.offload_optimizer
     # The search lets all calls overlap, so its bound holds for steps with portions.
     assert found.result.lower_bound <= estimate.step_seconds
+    assert gap == pytest.approx(1 - found.result.lower_bound / estimate.step_seconds)
     best = find_best_plan(scenario, effort=0.1)
     assert best.estimate.step_seconds <= estimate.step_seconds * 1.06 and 0 <= best.gap < 1
     assert isinstance(best.presets["symmetric"], UserError)
@@ -151,4 +157,39 @@ def test_plans_keep_sampling_apart() -> None:
 def test_portions_are_compared_with_whole_batches() -> None:
     scenarios = [(AsynchronyConfig(portions=portions), draft(portions)) for portions in (1, 8)]
     rows = compare_staleness(scenarios, effort=0.1, seed=0, constraints=UserConstraints())
-    assert all(row.estimate is not None and 0 <= row.gap < 1 for row in rows)
+    assert all(row.estimate is not None for row in rows)
+    one = replace(draft(8), spec=ClusterSpec.parse("a100-80g:1x1"))
+    one = replace(one, cost=CostModel(one.spec), memory=MemoryModel(one.spec))
+    both = [scenarios[0], (AsynchronyConfig(portions=8), one)]
+    _, refused = compare_staleness(both, effort=0.1, seed=0, constraints=UserConstraints())
+    assert refused.estimate is None and "there is only one device" in str(refused.refused)
+
+
+@given(
+    st.lists(st.integers(1, 2048), min_size=8, max_size=8),
+    st.sampled_from([2, 3, 8]),
+    st.sampled_from([(1, 3), (2, 2), (4, 4)]),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_step_with_portions_is_not_shorter_than_one_whose_calls_overlap(
+    lengths: list[int], portions: int, split: tuple[int, int]
+) -> None:
+    workload = replace(WORK, answers=tuple(sorted(lengths)), longest=max(lengths))
+    cut = draft(portions, workload)
+    overlapping = replace(cut, graph=overlap_portions(cut.graph))
+    reference, training = split
+    plan = Plan(
+        Cluster(1, 8),
+        {
+            "actor.generate": Placement(Mesh(4, 4), Strategy(dp=4, micro_batch_tokens=400_000)),
+            "ref.inference": Placement(Mesh(0, reference), Strategy(dp=reference, micro_batch_tokens=16384)),
+            "actor.train": Placement(
+                Mesh(reference if reference + training <= 4 else 0, training),
+                Strategy(dp=training, micro_batch_tokens=16384, zero=3 if training > 1 else 1),
+            ),
+        },
+        keep=("actor",),
+    )
+    sending = 0.02
+    relaxed = estimate_plan(overlapping, plan).step_seconds
+    assert relaxed <= estimate_plan(cut, plan).step_seconds * (1 + sending)

@@ -159,7 +159,7 @@ def test_an_environment_plays_ahead(world: World, tmp_path: Path) -> None:
         (
             "dapo",
             {},
-            "training cannot overlap with sampling if a step samples in up to 4 rounds",
+            "if a step samples in up to 4 rounds; set policy.sampling_rounds=1, or staleness=0",
         ),
         (
             "grpo",

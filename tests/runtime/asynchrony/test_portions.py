@@ -12,8 +12,10 @@ from realrl.algorithms.base.method import Metrics
 from realrl.config.errors import UserError
 from realrl.data.batch import Batch
 from realrl.dataflow.call import Call
+from realrl.plan.cluster import Cluster
 from realrl.program.instructions import Run
 from realrl.recipe.load import load_experiment
+from realrl.runtime.prepare.job import make_job
 from realrl.runtime.worker.worker import Worker
 from realrl.testing.ranks import run_on_ranks
 from tests.conftest import SHAPE, World, read_metrics
@@ -47,7 +49,7 @@ def place(file: Path, size: int, generation: dict[str, Any], others: dict[str, A
     document = yaml.safe_load(plan.read_text())
     for name, placed in document["calls"].items():
         if name == "reward.function":
-            placed["mesh"], placed["dp"] = "0", 1
+            placed["mesh"], placed["dp"] = others["mesh"][0], 1
         else:
             of = generation if name == "actor.generate" else others
             # Only calls that train have ZeRO-2.
@@ -56,6 +58,12 @@ def place(file: Path, size: int, generation: dict[str, Any], others: dict[str, A
             )
     plan.write_text(yaml.safe_dump(document))
     return file
+
+
+def apart(file: Path) -> Path:
+    """Let a recipe generate on its second rank, and do everything else on its first rank."""
+    one = {"dp": 1, "tp": 1, "pp": 1}
+    return place(file, 2, {"mesh": "1", **one}, {"mesh": "0", **one})
 
 
 def compare(whole: Path, portions: Path) -> None:
@@ -83,7 +91,7 @@ def test_portions_teach_what_the_whole_batch_teaches(
     world: World, tmp_path: Path, algorithm: str, changes: dict[str, Any]
 ) -> None:
     whole = write(world, tmp_path / "whole", algorithm, 1, **changes)
-    portions = part(write(world, tmp_path / "portions", algorithm, 3, **changes))
+    portions = apart(write(world, tmp_path / "portions", algorithm, 3, **changes))
     run_on_ranks(1, [whole])
     run_on_ranks(2, [portions])
     compare(whole, portions)
@@ -105,16 +113,43 @@ def test_portions_work_in_every_layout(
     world: World, tmp_path: Path, generation: dict[str, Any], others: dict[str, Any]
 ) -> None:
     whole = write(world, tmp_path / "whole", "grpo", 1)
-    # Some portions have fewer prompts than data-parallel ranks.
-    portions = place(write(world, tmp_path / "portions", "grpo", 16), 4, generation, others)
+    portions = place(write(world, tmp_path / "portions", "grpo", 8), 4, generation, others)
     run_on_ranks(1, [whole])
     run_on_ranks(4, [portions])
     compare(whole, portions)
 
 
+@pytest.mark.parametrize("algorithm", ["grpo", "expert_iteration", "distillation"])
+def test_ranks_without_items_in_a_portion_do_their_part(world: World, tmp_path: Path, algorithm: str) -> None:
+    section = "policy" if algorithm == "grpo" else algorithm
+    samples = {f"{section}__samples": 2 if algorithm != "distillation" else 1}
+    whole = write(world, tmp_path / "whole", algorithm, 1, **samples)
+    # Each portion has one prompt, for three data-parallel ranks, or two with ZeRO-3.
+    others: list[dict[str, Any]] = [
+        {"mesh": "0-2", "dp": 3, "tp": 1, "pp": 1},
+        {"mesh": "0-1", "dp": 2, "tp": 1, "pp": 1, "zero": 3},
+        {"mesh": "0-3", "dp": 2, "tp": 1, "pp": 2},
+    ]
+    run_on_ranks(1, [whole])
+    for number, placed in enumerate(others):
+        size = placed["dp"] * placed["pp"] + 1
+        generation = {"mesh": str(size - 1), "dp": 1, "tp": 1, "pp": 1}
+        portions = write(world, tmp_path / f"portions-{number}", algorithm, 16, **samples)
+        run_on_ranks(size, [place(portions, size, generation, placed)])
+        compare(whole, portions)
+
+
+def test_more_portions_than_prompts_of_a_rank_are_refused(world: World, tmp_path: Path) -> None:
+    sampling, others = ({"mesh": mesh, "dp": 2, "tp": 1, "pp": 1} for mesh in ("2-3", "0-1"))
+    file = place(write(world, tmp_path / "portions", "grpo", 16), 4, sampling, others)
+    experiment = load_experiment(str(file))
+    with pytest.raises(UserError, match="gives 8 whole prompts to each of the 2 data-parallel ranks"):
+        make_job(experiment, Cluster(1, 4))
+
+
 def test_kept_copies_and_offloaded_parameters_work_in_portions(world: World, tmp_path: Path) -> None:
     whole = write(world, tmp_path / "whole", "grpo", 1)
-    portions = part(write(world, tmp_path / "portions", "grpo", 4))
+    portions = apart(write(world, tmp_path / "portions", "grpo", 4))
     plan = portions.with_name("plan.yaml")
     plan.write_text(plan.read_text() + "keep: [actor]\noffload: [ref]\n")
     run_on_ranks(1, [whole])
@@ -142,7 +177,7 @@ def test_trajectories_are_handed_on_when_they_end(world: World, tmp_path: Path, 
         }
         return world.recipe("grpo", directory, **changes)
 
-    whole, portions = recipe("whole", 1), part(recipe("portions", 4))
+    whole, portions = recipe("whole", 1), apart(recipe("portions", 4))
     run_on_ranks(1, [whole])
     run_on_ranks(2, [portions])
     compare(whole, portions)
@@ -170,7 +205,7 @@ def note_training(seen: Path) -> None:
 
 def test_answers_are_handed_on_in_the_order_in_which_they_end(world: World, tmp_path: Path) -> None:
     seen = tmp_path / "seen.jsonl"
-    file = part(write(world, tmp_path / "portions", "grpo", 4))
+    file = apart(write(world, tmp_path / "portions", "grpo", 4))
     run_on_ranks(2, [file], prepare=partial(note_training, seen))
     rows = [json.loads(line) for line in seen.read_text().splitlines()]
     assert [(step, portion, last) for portion, step, last, *_ in rows] == [

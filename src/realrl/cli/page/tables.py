@@ -216,7 +216,7 @@ def make_staleness_table(report: "PlanReport") -> Table:
     rows, base = [], report.staleness[0].estimate
     graph = report.scenario.graph
     for row in report.staleness:
-        figures: tuple[str, ...] = ("does not fit", "", "", "", "")
+        figures: tuple[str, ...] = ("no plan", "", "", "", "")
         if row.estimate is not None:
             plan, seconds = row.estimate.plan, row.estimate.step_seconds
             places = [
@@ -237,7 +237,7 @@ def make_staleness_table(report: "PlanReport") -> Table:
         rows=rows,
         words=3,
         looks=["chosen" if row.estimate is report.chosen else "" for row in report.staleness],
-        notes=[],
+        notes=[f"no plan: {row.refused}" for row in report.staleness if row.refused],
     )
 
 

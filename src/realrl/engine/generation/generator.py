@@ -138,13 +138,16 @@ class Generation:
         kept: KeptDecoding | None = None,
         turns: Turns | None = None,
         part: Part | None = None,
+        together: int | None = None,
     ) -> None:
-        """Begin the call. The arguments are those of `generate`."""
+        """Begin the call. The arguments are those of `generate`.
+
+        Items i * `together` to (i + 1) * `together` - 1 are a group, whose items are taken together; None for the
+        samples of each prompt.
+        """
         self._model, self._batch, self._given = model, batch, batch[prompts]
         self._turns, self._part, self._first = turns, part, seed.first_sequence
         groups = group_samples(batch.ids, self._given, samples)
-        self.prompts = len(groups)
-        """Number of prompts, each with all its samples."""
         # Prompts that are prefilled together should have similar lengths, because some attention kernels pad them.
         groups.sort(key=lambda group: -self._given.lengths[group[0]])
         rows = list_rows(groups, self._given.to(torch.device("cpu")))
@@ -171,8 +174,12 @@ class Generation:
         )
         self._left = sorted(rows, key=lambda row: row.number)
         """Rows that have not been taken, in the order of their items."""
-        self._open = {id(group[0].prompt): group for group in _group_by_prompt(rows)}
-        """Prompts with rows that have not ended, and these rows."""
+        self._open: dict[int, list[DecodeRow]] = {}
+        """Groups with rows that have not ended, and these rows."""
+        self._group_of = [item // (together or samples) for item in batch.ids]
+        for row in self._left:
+            self._open.setdefault(self._group_of[row.number], []).append(row)
+        self.groups = len(self._open)
         # While one stage of a pipeline works on a decode batch, the other stages work on the other batches.
         batches = [DecodeBatch(self._call, number) for number in range(self._call.batches)]
         self._active = deque[Iterator[None]](batch.run() for batch in batches)
@@ -180,7 +187,7 @@ class Generation:
 
     @torch.no_grad()
     def run(self, after_step: Callable[[], None] = lambda: None, *, most_open: int = 0) -> None:
-        """Sample until at most `most_open` prompts have rows that go on.
+        """Sample until at most `most_open` groups have items that go on.
 
         Decode batches advance step by step. While one batch is on another stage of the pipeline, this stage works
         on the next. Every stage takes the same steps in the same order, and so pauses after the same tokens.
@@ -198,19 +205,20 @@ class Generation:
             self._model.pipeline.wait_sends()
 
     def _count_open(self) -> int:
-        for prompt, rows in [*self._open.items()]:
-            rows = self._open[prompt] = [row for row in rows if not row.done]
-            if not rows:
-                del self._open[prompt]
+        left = {group: [row for row in rows if not row.done] for group, rows in self._open.items()}
+        self._open = {group: rows for group, rows in left.items() if rows}
         return len(self._open)
 
     @torch.no_grad()
     def take(self) -> Batch:
-        """Return the items that have ended since the last time, with the fields that `generate` adds.
+        """Return the items of groups that have ended since the last time, with the fields that `generate` adds.
 
         Stages before the last one of a pipeline return them without these fields, unless the call is a part.
         """
-        rows = self._left if not self._active else [row for row in self._left if row.done]
+        rows = self._left
+        if self._active:
+            self._count_open()
+            rows = [row for row in rows if self._group_of[row.number] not in self._open]
         taken = {row.number for row in rows}
         self._left = [row for row in self._left if row.number not in taken]
         model, call = self._model, self._call
@@ -241,13 +249,6 @@ class Generation:
             prompt_length=Ragged.scalars(torch.tensor(lengths, dtype=torch.int64)),
             finished=Ragged.scalars(finished),
         )
-
-
-def _group_by_prompt(rows: Sequence[DecodeRow]) -> list[list[DecodeRow]]:
-    groups = defaultdict(list)
-    for row in rows:
-        groups[id(row.prompt)].append(row)
-    return list(groups.values())
 
 
 def _mask_actions(row: DecodeRow) -> torch.Tensor:

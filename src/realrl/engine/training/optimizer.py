@@ -242,9 +242,14 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def step(
-        self, lr: float, *, head_scale: float = 1.0, summed: Mapping[str, Tensor] | None = None
+        self,
+        lr: float,
+        *,
+        head_scale: float = 1.0,
+        summed: Mapping[str, Tensor] | None = None,
+        weight: float = 1.0,
     ) -> float:
-        """Apply the accumulated gradients at learning rate `lr`, and set them to zero.
+        """Apply the accumulated gradients, divided by `weight`, at learning rate `lr`, and set them to zero.
 
         A scalar head is trained as if it were stored divided by `head_scale`. Its learning rate is `lr *
         head_scale`, its weight decay per step is the same as with `lr`, and its gradient counts `head_scale` times
@@ -260,13 +265,12 @@ class ShardedAdamW:
         total = self._local_gradient.new_zeros((), dtype=torch.float64)
         if squares:
             total = torch.stack(squares).sum()
-        norm: float = self._norm_group.sum(total).sqrt().item()
+        norm: float = self._norm_group.sum(total).sqrt().item() / weight
         if not isfinite(norm):
             return norm
-        divisor = None
         clip = self._config.grad_clip
-        if clip is not None and norm > clip:
-            divisor = torch.full((), norm / clip, device=self._gradients.device)
+        excess = weight if clip is None or norm <= clip else weight * norm / clip
+        divisor = None if excess == 1 else torch.full((), excess, device=self._gradients.device)
         gathering = [
             work for buckets in self._stages for work in self._update(buckets, lr, head_scale, divisor)
         ]

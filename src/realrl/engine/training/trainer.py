@@ -179,12 +179,20 @@ class Trainer:
         return metrics
 
     def accumulate(
-        self, batch: Batch, method: TrainMethod, options: TrainOptions, *, averages: bool = True
+        self,
+        batch: Batch,
+        method: TrainMethod,
+        options: TrainOptions,
+        *,
+        averages: bool = True,
+        last: bool = False,
     ) -> Metrics:
         """Add the gradients of this rank's items to those of earlier calls. `update` applies their sum.
 
         `averages`: divide the loss by the global weight of these items, as `train` does. If this is false, `update`
-        divides all gradients by the weight of the items of all calls.
+        divides all gradients by the weight of the items of all calls. `last`: whether `update` follows, so that
+        gradients can be reduced during the last backward pass. Some data-parallel ranks, but not the first, may
+        have no items.
 
         If the method fails, all these gradients are dropped. Returns the metrics of `train`, without those of
         optimizer steps.
@@ -197,7 +205,7 @@ class Trainer:
         sampled = SampledItems.of(batch, ())
         try:
             found, learns = self._accumulate_gradients(
-                batch, method, options, sampled, last=False, averages=averages
+                batch, method, options, sampled, last=last, averages=averages
             )
         except BaseException:
             # Gradients of some micro-batches must not stay behind.
@@ -212,7 +220,14 @@ class Trainer:
         metrics.update(method.finish())
         return metrics
 
-    def update(self, lr: float, *, call: str, before_update: Callable[[], None] = lambda: None) -> Metrics:
+    def update(
+        self,
+        lr: float,
+        *,
+        call: str,
+        before_update: Callable[[], None] = lambda: None,
+        head_scale: float = 1.0,
+    ) -> Metrics:
         """Make an optimizer step with the gradients of all `accumulate` calls since the last update.
 
         Returns the metrics of optimizer steps, see `train`. Without gradients, or if one is not finite, nothing
@@ -221,8 +236,9 @@ class Trainer:
         self._skipped.begin_call(call)
         metrics, waiting = Metrics(), self._waiting
         if waiting:
-            # A report of gradients that are not finite names items of the latest batch.
-            metrics.update(self._update(*waiting[-1], lr, before_update))
+            # Gradients that are not finite are reported with the first batch of such metrics, or else the last.
+            wrong = next((one for one in waiting if not _is_finite(one[1])), waiting[-1])
+            metrics.update(self._update(*wrong, lr, before_update, head_scale))
         else:
             self.optimizer.discard()
         self._waiting, self._weight = [], 0.0
@@ -240,10 +256,8 @@ class Trainer:
         """Make an optimizer step, or skip it if a gradient is not finite. `found`: the metrics of `minibatch`."""
         metrics = Metrics()
         summed = self._accumulation.finalize()
-        for gradients in (self.gradients.data, *summed.values()) if self._weight else ():
-            gradients.div_(self._weight)
         before_update()
-        norm = self.optimizer.step(lr, head_scale=head_scale, summed=summed)
+        norm = self.optimizer.step(lr, head_scale=head_scale, summed=summed, weight=self._weight or 1.0)
         if isfinite(norm):
             self._accumulation.spread()
             self._skipped.count_applied()
@@ -312,7 +326,8 @@ class Trainer:
         else:
             self._weight += float(weight)
             weight = torch.ones_like(weight)
-        costs = count_item_tokens(batch, rows)
+        idle = not len(batch)
+        costs = [] if idle else count_item_tokens(batch, rows)
         parts = model.split_micro_batches(costs, options.max_tokens)
         tokens = [sum(costs[i] for i in positions) for positions in parts]
         received = model.receive_activations(tokens)
@@ -347,10 +362,10 @@ class Trainer:
                 accumulation.finish_backward()
             options.after_pass()
         model.pipeline.wait_sends()
-        if model.shard.last and LOSS not in metrics.means:
+        if model.shard.last and LOSS not in metrics.means and not idle:
             # The mean over mini-batches weighs each of them by its own weight.
             metrics.mean(LOSS, loss * weight, own_weight)
-        reduce_metrics(metrics, model.groups.data, model.device)
+        reduce_metrics(metrics, model.groups.data, model.device, idle=idle and model.shard.last)
         return model.pipeline.broadcast_metrics(metrics), learns
 
     def _forward(
@@ -389,6 +404,10 @@ class Trainer:
                 "every stage depends on the one before it"
             )
             self.model.pipeline.send_gradient(done.received.grad)
+
+
+def _is_finite(metrics: Metrics) -> bool:
+    return all(isfinite(float(total)) for total, _ in metrics.means.values())
 
 
 @dataclass(frozen=True, eq=False)

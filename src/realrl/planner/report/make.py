@@ -33,7 +33,6 @@ from realrl.planner.search.plan_search import (
 from realrl.planner.search.search import DEFAULT_EFFORT, search_plans
 from realrl.planner.search.shortage import DoesNotFit
 from realrl.planner.simulate.estimate import Estimate
-from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import build_problem
 from realrl.planner.space.candidate import Candidate
@@ -203,7 +202,7 @@ def _plan(
 
 
 def _make_report(scenario: Scenario, found: FoundPlan) -> SizeReport:
-    return make_size_report(scenario, estimate_plan(scenario, found.plan), found.result.gap)
+    return make_size_report(scenario, *estimate_found(scenario, found))
 
 
 def compare_sizes(
@@ -221,16 +220,15 @@ def compare_sizes(
     for number in nodes:
         part, restricted = scenario.on(scenario.spec.with_nodes(number)), problem.restricted(number)
         try:
-            if restricted is None:
+            if restricted is None or restricted.apart is not None:
                 # Candidates for a large cluster leave out small meshes, so these few nodes need a new search.
                 found = find_plan(part, effort=effort, constraints=constraints)
-                plan, result = found.plan, found.result
             else:
                 starts = _find_assignments(restricted, before)
                 result = search_plans(restricted, effort=effort, seed=seed, starts=starts)
                 before = restricted.chosen_candidates(result.assignment)
-                plan = restricted.plan(result.assignment)
-            rows.append(make_size_report(part, estimate_plan(part, plan), result.gap))
+                found = FoundPlan(restricted.plan(result.assignment), restricted, result)
+            rows.append(make_size_report(part, *estimate_found(part, found)))
         except DoesNotFit as error:
             if number == nodes[-1]:
                 raise
@@ -266,10 +264,12 @@ def compare_staleness(
             misfit, refused = error, describe_shortage(scenario, error.shortage)
             rows.append(StalenessReport(settings=settings, estimate=None, gap=math.inf, refused=refused))
             continue
-        estimate = estimate_found(scenario, found)
-        gap = found.result.gap
-        if settings.portions > 1:
-            gap = max(0.0, 1 - found.result.lower_bound / estimate.step_seconds)
+        except UserError as error:
+            if settings.portions == 1:
+                raise
+            rows.append(StalenessReport(settings=settings, estimate=None, gap=math.inf, refused=str(error)))
+            continue
+        estimate, gap = estimate_found(scenario, found)
         rows.append(StalenessReport(settings=settings, estimate=estimate, gap=gap))
     if misfit is not None and not any(row.estimate for row in rows):
         raise misfit
@@ -378,7 +378,7 @@ def _report(scenario: Scenario, best: BestPlan, constraints: UserConstraints) ->
     step_seconds = best.estimate.step_seconds
     alternatives = (
         ()
-        if assignment is None
+        if assignment is None or found.problem.apart is not None  # the problem does not describe portions
         else find_alternatives(
             scenario, found.problem, assignment, step_seconds, offload=constraints.search_space.offload
         )

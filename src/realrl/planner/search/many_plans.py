@@ -516,14 +516,14 @@ class Timeline:
         """Find the plans that no program can execute, [plans].
 
         Such plans train a role outside its home, or let calls that share parameters differ in sequence parallelism,
-        or offload weights that several roles share, or place another call of a model on the devices of the call
-        that must be apart.
+        or offload weights that several roles share, or place another call on the devices of the call that must be
+        apart.
         """
         columns, tables = facts.columns, self.tables
         found = np.zeros(columns.first.shape[1], dtype=bool)
         alone = None if tables.problem.apart is None else tables.number[tables.problem.apart]
-        for c, call in enumerate(tables.calls) if alone is not None else ():
-            if c != alone and not call.is_function:
+        for c in range(len(tables.calls)) if alone is not None else ():
+            if c != alone:
                 found |= (columns.first[c] < columns.end[alone]) & (columns.first[alone] < columns.end[c])
         for c, home in enumerate(tables.home):
             if home != c and tables.calls[c].kind is Kind.TRAIN:

@@ -169,12 +169,16 @@ def find_best_plan(
     )
 
 
-def estimate_found(scenario: Scenario, found: FoundPlan) -> Estimate:
-    """Estimate the plan of a search. If steps have portions, this is the fastest of the plan and plans near it,
-    because the search does not simulate portions."""
+def estimate_found(scenario: Scenario, found: FoundPlan) -> tuple[Estimate, float]:
+    """Estimate the plan of a search, and its optimality gap.
+
+    If steps have portions, this is the fastest of the plan and plans near it, because the search does not simulate
+    portions. The gap is then the distance to the bound of steps whose calls all overlap.
+    """
     if scenario.graph.streaming is None:
-        return estimate_plan(scenario, found.plan)
-    return min(_estimate_searched(scenario, found), key=lambda estimate: estimate.step_seconds)
+        return estimate_plan(scenario, found.plan), found.result.gap
+    best = min(_estimate_searched(scenario, found), key=lambda estimate: estimate.step_seconds)
+    return best, max(0.0, 1 - found.result.lower_bound / best.step_seconds)
 
 
 def _estimate_searched(scenario: Scenario, found: FoundPlan) -> tuple[Estimate, ...]:
@@ -237,7 +241,10 @@ def _search_apart(problem: Problem, name: str, *, effort: float, seed: int) -> l
         for call in problem.graph.calls:
             layouts = problem.table(call).layouts
             first, end = layouts.first, layouts.first + layouts.size
-            numbers[call.name] = np.flatnonzero(first >= border if call.name == name else end <= border)
+            fits = first >= border if call.name == name else end <= border
+            if call.is_function:
+                fits &= layouts.size == max(layouts.size[fits], default=0)
+            numbers[call.name] = np.flatnonzero(fits)
         if not all(map(len, numbers.values())):
             continue
         try:
@@ -245,6 +252,8 @@ def _search_apart(problem: Problem, name: str, *, effort: float, seed: int) -> l
         except DoesNotFit:
             continue
         found.append({call: int(numbers[call][chosen]) for call, chosen in result.assignment.items()})
+    if not found:
+        raise UserError(f"asynchrony.portions: no plan fits that gives {name} devices of its own")
     return found
 
 
@@ -325,6 +334,11 @@ def _check_calls(scenario: Scenario, plan: Plan) -> None:
     check_portions(scenario.graph, plan)
     for call in scenario.graph.calls:
         place = plan[call.name]
+        prompts = scenario.workload.items // scenario.workload.samples // place.strategy.dp
+        if call.portions > 1 and prompts < call.portions:
+            raise UserError(
+                f"{call.name} has {prompts} prompts on each rank, which are less than {call.portions} portions"
+            )
         scenario.spec.site(place.mesh)
         scenario.call_cost(call, place)
 

@@ -60,4 +60,5 @@ def _event(slice_: Slice, after: float, terms: Mapping[str, float]) -> Event:
 
 
 def _terms(slice_: Slice, durations: Durations) -> Mapping[str, float]:
-    return durations.terms(slice_.instruction.call) if isinstance(slice_.instruction, Run) else {}
+    run = slice_.instruction
+    return durations.terms(run.call, run.portion) if isinstance(run, Run) else {}

@@ -145,13 +145,17 @@ def build_problem(
     """
     graph = scenario.graph
     spec = scenario.spec
-    apart = None
+    apart, portions = None, 1
     if graph.streaming is not None:
-        # The search ignores that the last portion is trained on after sampling. Its bound holds all the same.
-        apart = graph.streaming.name
+        # The search lets all calls overlap. Plans near its best one are then simulated with portions.
+        apart, portions = graph.streaming.name, graph.streaming.portions
+        if spec.size == 1:
+            raise UserError(
+                f"asynchrony.portions: {apart} needs devices of its own, and there is only one device"
+            )
         graph = overlap_portions(graph)
         scenario = replace(scenario, graph=graph)
-    builder = _Builder(scenario, search_space or SearchSpace(), apart)
+    builder = _Builder(scenario, search_space or SearchSpace(), apart, portions)
     plans = tuple(include)
     candidates = {call.name: builder.candidates(call, plans) for call in graph.calls}
     return Problem(
@@ -174,6 +178,8 @@ class _Builder:
     search_space: SearchSpace
     apart: str | None = None
     """As in `Problem`."""
+    portions: int = 1
+    """Number of portions that the call `apart` hands on."""
 
     @cached_property
     def meshes(self) -> list[Mesh]:
@@ -215,6 +221,9 @@ class _Builder:
             found += self._on_hosts(call, [plan[call.name] for plan in plans])
         else:
             least = widest / 2 if self.scenario.graph.ahead else widest
+            least = (
+                1 if self.apart else least
+            )  # the search starts from the widest that leave room for sampling
             found = [pair for pair in found if pair[0].placement.mesh.size >= least]
         return tuple(dict.fromkeys(candidate for candidate, _ in found))
 
@@ -271,10 +280,14 @@ class _Builder:
         training = [c for c in self.scenario.graph.role_calls(call.model_role) if c.kind is Kind.TRAIN]
         zero = self.search_space.zero if training == [call] else (1,)
         work = self.scenario.workload.work(call)
+        # Each rank that samples hands on whole prompts.
+        least = self.portions * self.scenario.workload.samples if call.name == self.apart else 1
         for strategy in list_strategies(
             mesh.size, divided, shape.layers, shape.heads, tokens, recompute, zero, self._dtypes(call)
         ):
-            if strategy.dp <= work.items // work.minibatches and not (model.exact and strategy.tp > 1):
+            if strategy.dp * least <= work.items // work.minibatches and not (
+                model.exact and strategy.tp > 1
+            ):
                 yield strategy
 
     def _dtypes(self, call: Call) -> tuple[Dtype | None, ...]:

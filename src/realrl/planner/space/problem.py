@@ -47,7 +47,7 @@ class Problem:
     host_memory_bytes: tuple[float, ...] = ()
     """Bytes of host memory for offloaded state, by node. Empty means no limit."""
     apart: str | None = None
-    """A generate call that must share no device with another call of a model; None if there is none."""
+    """A generate call that must share no device with another call; None if there is none."""
     parts: TrainableParts = field(default_factory=dict)
     """Parts that training updates, by role. Roles that train all their parameters are left out."""
 

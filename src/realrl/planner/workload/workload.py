@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Self, TypeVar
 
 import numpy as np
@@ -14,7 +14,7 @@ from realrl.families.shape import ModelShape
 from realrl.families.sizes import count_block_weights, count_layer_weights
 from realrl.layout.kv_blocks import BLOCK_TOKENS, count_blocks, count_prompt_blocks
 from realrl.planner.workload.environment import EnvironmentTimes, EnvironmentWork
-from realrl.program.arrays import Floats, Real
+from realrl.program.arrays import Real
 from realrl.recipe.environment import CALLS_AT_ONCE
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.forms import FORMS
@@ -215,24 +215,13 @@ class Workload:
     def portion(self, number: int, portions: int) -> Self:
         """Return the workload of one of several portions of a step, counted from 1.
 
-        Prompts are divided in the order of their longest answers.
+        Prompts are divided in the order of their longest answers. All portions together have the answers of the
+        step, with the same mean.
         """
         prompts = self.items // self.samples
         count = prompts * number // portions - prompts * (number - 1) // portions
-        ordered = sorted(self.answers)
-        answers: list[int] = []
-        for place in np.linspace(number - 1, number, 2 * _PLACES + 1)[1::2] / portions:
-            # The longest of n answers is below a length with the n-th power of an answer's probability.
-            longest = place ** (1 / self.samples)
-            others = np.linspace(0.0, longest, 2 * self.samples - 1)[1::2]
-            places = [*others.tolist(), longest]
-            answers += np.interp(places, self._quantile_places, ordered).round().astype(int).tolist()
+        answers = _divide_answers(self.answers, self.samples, portions)[number - 1]
         return replace(self, items=count * self.samples, answers=quantiles(answers), longest=0)
-
-    @property
-    def _quantile_places(self) -> Floats:
-        """Probability of an answer below each of `answers`."""
-        return (np.arange(len(self.answers)) + 0.5) / len(self.answers)
 
     def work(self, call: Call) -> CallWork:
         """Compute the work of a call. Each key in the call's `work` is one sequence per item."""
@@ -306,6 +295,25 @@ class Workload:
             (self.prompts[i * len(self.prompts) // count], self.answers[j * len(self.answers) // count])
             for i, j in enumerate(shuffled)
         )
+
+
+@lru_cache
+def _divide_answers(answers: tuple[int, ...], samples: int, portions: int) -> list[list[int]]:
+    """Represent the answers of each portion by lengths, if prompts with `samples` answers each are divided in the
+    order of their longest answers."""
+    ordered = sorted(answers)
+    below = (np.arange(len(ordered)) + 0.5) / len(ordered)
+    found = []
+    for number in range(portions):
+        lengths: list[float] = []
+        for place in np.linspace(number, number + 1, 2 * _PLACES + 1)[1::2] / portions:
+            # The longest of n answers is below a length with the n-th power of an answer's probability.
+            longest = place ** (1 / samples)
+            others = np.linspace(0.0, longest, 2 * samples - 1)[1::2]
+            lengths += np.interp([*others.tolist(), longest], below, ordered).tolist()
+        found.append(lengths)
+    scale = np.mean(ordered) / np.mean(found)
+    return [[max(1, round(scale * length)) for length in lengths] for lengths in found]
 
 
 def _environment_work(experiment: Experiment, times: EnvironmentTimes | None) -> EnvironmentWork | None:

@@ -137,7 +137,8 @@ class Performance:
         if not rows:
             return
         yield "decode_rows", done.sum("decoded") / rows
-        prefill = sum(work.prefill_seconds for work in done.work) / len(done.work)
+        # A replica has generated several times if samples are taken in rounds, or handed on in portions.
+        prefill = sum(work.prefill_seconds for work in done.work) / done.place.strategy.dp
         bandwidth = self._bandwidth(done.place.ranks)
         if bandwidth is None or prefill >= done.seconds:
             return

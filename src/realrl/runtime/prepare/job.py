@@ -421,6 +421,12 @@ def _check_batch(experiment: Experiment, graph: DataflowGraph, plan: Plan) -> No
     batch, samples = experiment.data.batch, experiment.spec.samples_per_prompt(experiment)
     for call in graph.calls:
         dp = plan[call.name].strategy.dp
+        if call.portions > 1 and batch // dp < call.portions:
+            raise UserError(
+                f"asynchrony.portions={call.portions}: data.batch={batch} gives {batch // dp} whole prompts to each"
+                f" of the {dp} data-parallel ranks of {call.name}, and each portion takes at least one; set fewer"
+                " portions"
+            )
         if batch * samples // call.minibatches < dp:
             items = f"data.batch={batch}"
             items += f", each sampled {samples} times," if samples > 1 else ""

@@ -581,7 +581,7 @@ class Worker:
                 now.add_metrics(call, Metrics())
             return
         left, generation = call.portions - run.portion, sampling.generation
-        generation.run(now.after_pass, most_open=generation.prompts * left // call.portions)
+        generation.run(now.after_pass, most_open=generation.groups * left // call.portions)
         batch = self._take_samples(run, call, sampling, now)
         if not left:
             self._sampling = None
@@ -615,6 +615,7 @@ class Worker:
             record_experts=call.records_experts,
             kept=None if step.evaluation else self._roles.kept_decoding(call.name),
             turns=turns,
+            together=store.samples,
         )
         rows = {item: row for row, item in enumerate(batch.ids)}
         return _Sampling(generation, method.prompts, samples, rows, turns)
@@ -686,10 +687,15 @@ class Worker:
                 # A train method sees a portion as a whole batch of fewer items.
                 numbers = {item: number for number, item in enumerate(portion)}
                 items = Batch(tuple(numbers[item] for item in batch.ids), batch.fields)
-                metrics.update(trainer.accumulate(items, method, options, averages=False))
+                metrics.update(trainer.accumulate(items, method, options, averages=False, last=now.last))
             if now.last:
-                rate, before = now.input.rates[call.model_role], self._roles.before_change
-                metrics.update(trainer.update(rate, call=call.name, before_update=before))
+                done = trainer.update(
+                    now.input.rates[call.model_role],
+                    call=call.name,
+                    before_update=self._roles.before_change,
+                    head_scale=method.head_scale,
+                )
+                metrics.update(done)
             return metrics
         return trainer.train(
             batch,
