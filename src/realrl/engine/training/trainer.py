@@ -190,9 +190,9 @@ class Trainer:
         """Add the gradients of this rank's items to those of earlier calls. `update` applies their sum.
 
         `averages`: divide the loss by the global weight of these items, as `train` does. If this is false, `update`
-        divides all gradients by the weight of the items of all calls. `last`: whether `update` follows, so that
-        gradients can be reduced during the last backward pass. Some data-parallel ranks, but not the first, may
-        have no items.
+        divides all gradients by the weight of the items of all calls. `last`: whether `update` follows and every
+        rank has items, so that gradients can be reduced during the last backward pass. Otherwise some data-parallel
+        ranks, but not the first, may have no items.
 
         If the method fails, all these gradients are dropped. Returns the metrics of `train`, without those of
         optimizer steps.

@@ -687,7 +687,9 @@ class Worker:
                 # A train method sees a portion as a whole batch of fewer items.
                 numbers = {item: number for number, item in enumerate(portion)}
                 items = Batch(tuple(numbers[item] for item in batch.ids), batch.fields)
-                metrics.update(trainer.accumulate(items, method, options, averages=False, last=now.last))
+                # Ranks without items have no backward pass in which they could reduce gradients.
+                last = now.last and len(portion) >= run.placement.strategy.dp
+                metrics.update(trainer.accumulate(items, method, options, averages=False, last=last))
             if now.last:
                 done = trainer.update(
                     now.input.rates[call.model_role],
