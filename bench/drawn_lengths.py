@@ -202,7 +202,7 @@ def main() -> None:
         work = MORE_WORK if case.startswith("more work") else []
         experiment = load_experiment(str(RECIPE), [*SETTINGS, *work, *changed])
         scenario = make_scenario(experiment, spec, measured)
-        estimate = estimate_found(scenario, find_plan(scenario, effort=arguments.effort, seed=0))
+        estimate, _ = estimate_found(scenario, find_plan(scenario, effort=arguments.effort, seed=0))
         plan, predicted = estimate.plan, estimate.repeated_seconds
         steps = sorted(simulate_drawn(scenario, plan, arguments.steps, draw))
         mean = statistics.mean(steps)

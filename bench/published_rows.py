@@ -62,9 +62,9 @@ QUANTILES = 64
 FREE_SHARE = 0.95
 """Fraction of the free memory that holds keys and values in TensorRT-LLM's rows."""
 SYNC = "sync"
+"""Mode of rows whose calls run one after another."""
 WEIGHTS = "weights"
 """Term of a step: the seconds in which weights move between devices."""
-"""Mode of rows whose calls run one after another."""
 NO_LIMIT = 1 << 20
 """Stands for no limit on the length of answers."""
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realrl.config.errors import DescriptionError, UserError
-from realrl.dataflow.asynchrony import find_portion_problem, hand_on_portions, overlap_portions
+from realrl.dataflow.asynchrony import find_portion_problem, hand_on_portions, overlap_all, overlap_sampling
 from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
@@ -136,8 +136,11 @@ def test_some_graphs_cannot_hand_on_portions() -> None:
         replace(sample, ahead=1, portions=3)
 
 
-def test_the_search_lets_sampling_overlap() -> None:
-    graph = overlap_portions(hand_on_portions(PPO, 4))
+def test_the_search_lets_sampling_overlap_and_its_bound_lets_all_calls_overlap() -> None:
+    cut = hand_on_portions(PPO, 4)
+    graph = overlap_sampling(cut)
+    assert [call.name for call in graph.calls if call.ahead] == ["actor.generate"]
+    graph = overlap_all(cut)
     assert graph.streaming is None
     # No call of a step reads what another call of the same step has produced.
     for call in graph.calls:

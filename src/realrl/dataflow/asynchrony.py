@@ -41,7 +41,16 @@ def hand_on_portions(graph: DataflowGraph, portions: int) -> DataflowGraph:
     return DataflowGraph(calls, graph.keys.values(), graph.averages)
 
 
-def overlap_portions(graph: DataflowGraph) -> DataflowGraph:
+def overlap_sampling(graph: DataflowGraph) -> DataflowGraph:
+    """Let sampling of the next batch overlap with all other calls, instead of handing on portions.
+
+    A plan of a short step of this graph probably also has a short step with portions.
+    """
+    calls = [replace(call, portions=1) for call in graph.calls]
+    return run_ahead(DataflowGraph(calls, graph.keys.values(), graph.averages), 1)
+
+
+def overlap_all(graph: DataflowGraph) -> DataflowGraph:
     """Let all calls of a step overlap, each on a batch of its own, instead of handing on portions.
 
     Under the same plan, the devices of a step with portions do the same work, and some of it must wait. So a step

@@ -102,8 +102,8 @@ class AlgorithmSpec:
     """Number of passes of train calls over the items of a step."""
     needs_whole_batch: Callable[[Any], str | None] = _say_unknown
     """Returns why training needs the whole batch, for example "advantages are normalised over the batch"; None if
-    `prepare` and `loss` only compare the samples of a prompt. Only then can training begin on portions of a batch
-    (`asynchrony.portions`)."""
+    `prepare` and `loss` only compare the samples of a prompt, and `stop` does nothing. Only then can training begin
+    on portions of a batch (`asynchrony.portions`), for each of which `prepare` is called."""
     experience_calls: tuple[str, ...] = ()
     """Train calls whose `prepare` computes experience like PPO: rewards with a KL penalty, and advantages or
     returns by GAE. The planner adds the measured time of this computation. For all other train calls, it assumes

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realrl.config.errors import UserError
-from realrl.dataflow.asynchrony import hand_on_portions, overlap_portions
+from realrl.dataflow.asynchrony import hand_on_portions, overlap_all
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
@@ -176,7 +176,7 @@ def test_a_step_with_portions_is_not_shorter_than_one_whose_calls_overlap(
 ) -> None:
     workload = replace(WORK, answers=tuple(sorted(lengths)), longest=max(lengths))
     cut = draft(portions, workload)
-    overlapping = replace(cut, graph=overlap_portions(cut.graph))
+    overlapping = replace(cut, graph=overlap_all(cut.graph))
     reference, training = split
     plan = Plan(
         Cluster(1, 8),

@@ -188,8 +188,8 @@ def gather_samples(
     `TrainMethod.prepare` gets. Item i is sample i % `samples` of prompt i // `samples`. prompts: number of prompts;
     None for as many as the items of all ranks have, in a step with portions. Each rank fills a table with zeros for
     items of other ranks, and the tables are added up. So the result is exact, and does not depend on which rank
-    holds an item. Raises UserError, on every rank, unless the items of all ranks are exactly these samples.
-    samples.
+    holds an item. Raises UserError, on every rank, unless the items of all ranks are exactly these samples. With
+    `prompts` None, it cannot notice that all samples of a prompt are missing.
     """
     if prompts is None:
         prompts = int(dp_sum(torch.tensor([len(ids)], device=values.device))) // samples

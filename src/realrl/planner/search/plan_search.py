@@ -97,6 +97,8 @@ class FoundPlan:
     problem: Problem
     """Search problem, whose candidates include those of the feasible presets."""
     result: SearchResult
+    apart: tuple[Assignment, ...] = ()
+    """If steps have portions: the best plans for several divisions of the cluster."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,7 @@ def _estimate_searched(scenario: Scenario, found: FoundPlan) -> tuple[Estimate, 
     """
     variants, problem, result = Variants(found.problem), found.problem, found.result
     simple = variants.simplify(result.assignment, result.evaluation.seconds * (1 + MOST_LONGER))
-    near = [simple, *variants.find_runners_up(result.assignment, _RUNNERS_UP)]
+    near = [simple, *variants.find_runners_up(result.assignment, _RUNNERS_UP), *found.apart]
     if scenario.failures is not None:
         near.append(variants.find_better_home(scenario, scenario.failures, result.assignment))
     plans = [plan for plan in map(problem.plan, near) if plan != found.plan]
@@ -219,17 +221,24 @@ def find_plan(
     plans += _find_widened(scenario, effort, seed, constraints)
     problem = build_problem(scenario, search_space=constraints.search_space, include=plans)
     starts = [assignment for plan in plans if (assignment := problem.find_assignment(plan)) is not None]
+    apart: list[Assignment] = []
     if problem.apart is not None:
-        starts += _search_apart(problem, problem.apart, effort=_SMALL * effort, seed=seed)
+        apart = _search_apart(problem, problem.apart, effort=_SMALL * effort, seed=seed)
+        starts += apart
     result = search_plans(
         problem, effort=effort, seed=seed, tolerance=tolerance, starts=starts, budget=budget
     )
-    return FoundPlan(problem.plan(result.assignment), problem, result)
+    if problem.apart is not None:
+        # In a step with portions, more calls overlap than in the problem, so its bound need not hold.
+        relaxed = build_problem(scenario, search_space=constraints.search_space, include=plans, relaxed=True)
+        bound = search_plans(relaxed, effort=_SMALL * effort, seed=seed).lower_bound
+        result = replace(result, lower_bound=min(bound, result.evaluation.seconds))
+    return FoundPlan(problem.plan(result.assignment), problem, result, tuple(apart))
 
 
 def _search_apart(problem: Problem, name: str, *, effort: float, seed: int) -> list[Assignment]:
     """Search for plans that run a call on the last devices, and all other calls on the first devices, for several
-    divisions of the cluster. `effort` limits all searches together.
+    divisions of the cluster. `effort` limits each of these searches.
 
     Few plans of the whole problem keep the call apart, so its search needs such plans to start from.
     """
@@ -248,7 +257,7 @@ def _search_apart(problem: Problem, name: str, *, effort: float, seed: int) -> l
         if not all(map(len, numbers.values())):
             continue
         try:
-            result = search_plans(problem.select(numbers), effort=effort / len(borders), seed=seed)
+            result = search_plans(problem.select(numbers), effort=effort, seed=seed)
         except DoesNotFit:
             continue
         found.append({call: int(numbers[call][chosen]) for call, chosen in result.assignment.items()})

@@ -10,7 +10,7 @@ from math import gcd
 import numpy as np
 
 from realrl.config.errors import UserError
-from realrl.dataflow.asynchrony import overlap_portions
+from realrl.dataflow.asynchrony import overlap_all, overlap_sampling
 from realrl.dataflow.call import Call, Kind
 from realrl.layout.sets import QUANTISED
 from realrl.plan.axes import list_degrees
@@ -137,23 +137,28 @@ class SearchSpace:
 
 
 def build_problem(
-    scenario: Scenario, *, search_space: SearchSpace | None = None, include: Iterable[Plan] = ()
+    scenario: Scenario,
+    *,
+    search_space: SearchSpace | None = None,
+    include: Iterable[Plan] = (),
+    relaxed: bool = False,
 ) -> Problem:
     """Build the search problem of a step.
 
-    The placements of plans in `include` are among the candidates even if they do not fit.
+    The placements of plans in `include` are among the candidates even if they do not fit. If the step has portions,
+    only sampling overlaps with other calls in the problem, or, if it is `relaxed`, all calls overlap. No problem
+    describes portions themselves.
     """
     graph = scenario.graph
     spec = scenario.spec
     apart, portions = None, 1
     if graph.streaming is not None:
-        # The search lets all calls overlap. Plans near its best one are then simulated with portions.
         apart, portions = graph.streaming.name, graph.streaming.portions
         if spec.size == 1:
             raise UserError(
                 f"asynchrony.portions: {apart} needs devices of its own, and there is only one device"
             )
-        graph = overlap_portions(graph)
+        graph = overlap_all(graph) if relaxed else overlap_sampling(graph)
         scenario = replace(scenario, graph=graph)
     builder = _Builder(scenario, search_space or SearchSpace(), apart, portions)
     plans = tuple(include)
