@@ -10,7 +10,7 @@ The plans are those that a search finds for GRPO of a 7B model on 4 nodes of 8 H
 a median of 640 tokens, and at most 8,192. The cases with portions have four times as many prompts, a reference, and
 recomputed log-probabilities, because portions only hide the work that follows sampling.
 
-    python bench/drawn_lengths.py [--steps 24] [--effort 0.2] [--deviation 0.9] [--cases CASE ...] [--json FILE]
+    python bench/drawn_lengths.py [--steps 24] [--effort 100000] [--deviation 0.9] [--cases CASE ...] [--json FILE]
 """
 
 import math
@@ -190,7 +190,7 @@ class Draw:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--effort", type=float, default=0.2)
+    parser.add_argument("--effort", type=float, default=100_000, help="of each search, in scored plans")
     parser.add_argument("--cases", nargs="+", default=[*CASES], choices=[*CASES])
     parser.add_argument("--deviation", type=float, default=0.9, help="of the logarithm of the lengths")
     arguments = parser.parse_args()

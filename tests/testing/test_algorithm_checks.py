@@ -157,7 +157,8 @@ def check_claim(directory: Path, base: str) -> None:
         "models": {**RECIPE["models"], "reward": None},
     }
     (directory / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    check_algorithm(directory / "recipe.yaml", directory / "check", processes=2)
+    records = [{"prompt": f"{i} + 1 =", "answer": str(i + 1)} for i in range(20)]
+    check_algorithm(directory / "recipe.yaml", directory / "check", records=records, processes=2)
 
 
 def test_an_algorithm_that_trains_on_portions_passes(tmp_path: Path) -> None:

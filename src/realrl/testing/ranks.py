@@ -17,8 +17,10 @@ import torch
 
 from realrl.algorithms.build import build_algorithm
 from realrl.config.errors import RunError, UserError
+from realrl.data.batch import Batch
 from realrl.dataflow.environment import ACTION_MASK
-from realrl.engine.generation.generator import generate
+from realrl.engine.generation.generator import Generation
+from realrl.engine.model import Model
 from realrl.plan.cluster import Cluster
 from realrl.recipe.load import load_experiment
 from realrl.runtime import train
@@ -183,16 +185,24 @@ def _run(rank: int, recipe: Path, run_class: type[TrainingRun] | None, *, evalua
     tokens: Tokens = json.loads(file.read_text()) if resumes else {}
     items = experiment.data.batch * experiment.spec.samples_per_prompt(experiment)
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        batch, model, seed = generate(*args, **kwargs), args[0], kwargs["seed"]
-        in_parts = kwargs.get("part") is not None
-        if model.shard.last:
+    class Watched(Generation):
+        """A generate call that notes what it samples."""
+
+        def __init__(self, model: Model, *args: Any, **settings: Any) -> None:
+            super().__init__(model, *args, **settings)
+            self._last, self._settings = model.shard.last, settings
+
+        def take(self) -> Batch:
+            batch = super().take()
+            seed, in_parts = self._settings["seed"], self._settings.get("part") is not None
+            if not self._last:
+                return batch
             fields = zip(batch.ids, batch["sequences"].rows(), batch["prompt_length"].rows(), strict=True)
             for item, row, prompt in fields:
                 # With parts, the ids of later batches follow those of the first one.
                 ahead, number = divmod(item, items) if in_parts else (0, seed.first_sequence + item)
                 name = f"{seed.step + ahead}/{number}"
-                name += " greedy" if kwargs["sampling"].greedy else ""
+                name += " greedy" if self._settings["sampling"].greedy else ""
                 if in_parts:  # this row has the tokens of earlier parts, too
                     tokens[name], tokens[f"{name} prompt"] = [], []
                 tokens.setdefault(name, []).append(row.tolist())
@@ -200,10 +210,10 @@ def _run(rank: int, recipe: Path, run_class: type[TrainingRun] | None, *, evalua
                 if ACTION_MASK in batch.fields:
                     mask = batch[ACTION_MASK].row(batch.ids.index(item))
                     tokens.setdefault(f"{name} mask", []).append(mask.tolist())
-        return batch
+            return batch
 
     # This changes only this process, which runs nothing but checks.
-    worker.generate = watched
+    worker.Generation = Watched  # type: ignore[misc]
     cluster = Cluster.parse(experiment.cluster)
     ranks = cluster.ranks(node := cluster.node(rank))
     os.environ |= {"LOCAL_RANK": str(rank - ranks.start), "LOCAL_WORLD_SIZE": str(len(ranks))}

@@ -9,7 +9,7 @@ import yaml
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
 from realrl.engine.finite import NotFiniteLogitsError
-from realrl.engine.generation.generator import generate
+from realrl.engine.generation.generator import Generation
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
 from realrl.runtime.worker import worker
@@ -182,13 +182,13 @@ def test_what_cannot_run_ahead_is_refused(
 def test_logits_of_a_later_part_that_are_not_finite_name_the_batch(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(*arguments: Any, part: Any, **named: Any) -> Any:
+    def fail(*arguments: Any, part: Any, **named: Any) -> Generation:
         continued = [place for place, (tokens, _) in enumerate(part.begun) if tokens]
         if continued:
             raise NotFiniteLogitsError(7, arguments[1].ids[-1])  # of the batch that has just begun
-        return generate(*arguments, part=part, **named)
+        return Generation(*arguments, part=part, **named)
 
-    monkeypatch.setattr(worker, "generate", fail)
+    monkeypatch.setattr(worker, "Generation", fail)
     settings = {"staleness": 2, "partial": True}
     file = write_recipe(world, tmp_path, "reinforce_pp", 0, asynchrony=settings)
     assert run_app(["train", str(file)]) == 1

@@ -1,12 +1,13 @@
 """Generate calls leave their memory to the next step where the plan's memory has room, and learn the same."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from realrl.engine.generation.decode_memory import KeptDecoding
-from realrl.engine.generation.generator import generate
+from realrl.engine.generation.generator import Generation
 from realrl.planner.simulate.estimate import MemoryPart, PartKind
 from realrl.planner.simulate.plan_memory import compute_footprints
 from realrl.runtime.prepare.device_memory import list_kept_decoding
@@ -57,11 +58,11 @@ def test_steps_learn_the_same_from_memory_that_is_kept(
     keeping.roles.keep_decoding(["actor.generate"])
     given: list[KeptDecoding | None] = []
 
-    def noted(*arguments: object, kept: KeptDecoding | None, **options: object) -> object:
+    def noted(*arguments: Any, kept: KeptDecoding | None, **options: Any) -> Generation:
         given.append(kept)
-        return generate(*arguments, kept=kept, **options)  # type: ignore[arg-type]
+        return Generation(*arguments, kept=kept, **options)
 
-    monkeypatch.setattr(worker, "generate", noted)
+    monkeypatch.setattr(worker, "Generation", noted)
     for step in range(3):
         keeping._train_step(step)
     steps = [kept for kept in given if kept is not None]

@@ -4,6 +4,7 @@ from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -53,73 +54,26 @@ class Part:
     """Maximum number of tokens that an item gets in this part."""
 
 
-@torch.no_grad()
 def generate(
     model: Model,
     batch: Batch,
     prompts: str,
     *,
-    sampling: GenerationConfig,
-    stop_token_ids: tuple[int, ...],
-    seed: SamplingSeed,
-    kv_capacity: int,
-    stop: StopStrings | None = None,
-    samples: int = 1,
     after_step: Callable[[], None] = lambda: None,
-    record_experts: bool = False,
-    kept: KeptDecoding | None = None,
-    turns: Turns | None = None,
-    part: Part | None = None,
+    **settings: Any,
 ) -> Batch:
-    """Continue the rows of field `prompts`, by at most `sampling.max_new_tokens` tokens each.
-
-    Adds these fields: sequences (prompt and continuation, with end-of-sequence), logprobs (aligned with sequences,
-    0 on the prompt), prompt_length, and finished. `finished` is 1.0 if the sequence ends with one of
-    `stop_token_ids`, or with the token that completes one of the `stop` strings.
-
-    The KV cache holds at most `kv_capacity` tokens at a time, for each stage of a pipeline, and at least one row.
-    Items i * `samples` to (i + 1) * `samples` - 1 are samples of one prompt. If they run at the same time, they
-    share its prefill and its part of the cache.
-
-    An item's tokens depend only on its id, the seed and the parameters, not on other items of the batch. This
-    always holds with exact products; otherwise, rounding may change a token (docs/exact.md).
-
-    With `record_experts`, the first TP rank of a mixture also adds routed_experts: for each token the k experts of
-    every layer of the model, [T, layers * k]. An entry is -1 if the token has not passed through the layer. The
-    last token passes through no layer. Of the prompt, only the last token passes through the last layer.
-
-    With `turns`, a continuation has turns of the model and of an environment, and at most
-    `sampling.max_new_tokens` tokens of both. It begins with tokens of the environment. The field action_mask is
-    then 1 for the tokens that the model sampled, and 0 for all others; `finished` is about the model's last turn.
-
-    With `part`, items continue what earlier parts have sampled, and pause after a number of tokens. All stages of a
-    pipeline then get the fields, because all of them need the tokens for the next part. Only the last stage has the
-    log-probabilities.
-
-    `kept` holds memory that later calls of this model use again; without it, all memory is freed at the end.
-    `after_step` is called after each decode step. Raises NotFiniteLogitsError if the model's logits are not finite.
-    """
-    generation = Generation(
-        model,
-        batch,
-        prompts,
-        sampling=sampling,
-        stop_token_ids=stop_token_ids,
-        seed=seed,
-        kv_capacity=kv_capacity,
-        stop=stop,
-        samples=samples,
-        record_experts=record_experts,
-        kept=kept,
-        turns=turns,
-        part=part,
-    )
+    """Run a whole generate call. The arguments are those of `Generation`; `after_step` is called after each decode
+    step."""
+    generation = Generation(model, batch, prompts, **settings)
     generation.run(after_step)
     return generation.take()
 
 
 class Generation:
-    """A generate call that can pause while some of its items go on. Its cache stays in memory meanwhile."""
+    """A generate call: it continues the rows of a field, each by at most `sampling.max_new_tokens` tokens.
+
+    It can pause while some items go on. Its cache stays in memory meanwhile.
+    """
 
     @torch.no_grad()
     def __init__(
@@ -140,10 +94,23 @@ class Generation:
         part: Part | None = None,
         together: int | None = None,
     ) -> None:
-        """Begin the call. The arguments are those of `generate`.
+        """Begin the call, which continues the rows of field `prompts`.
+
+        The KV cache holds at most `kv_capacity` tokens at a time, for each stage of a pipeline, and at least one
+        row. Items i * `samples` to (i + 1) * `samples` - 1 are samples of one prompt. If they run at the same time,
+        they share its prefill and its part of the cache.
+
+        An item's tokens depend only on its id, the seed and the parameters, not on other items of the batch. This
+        always holds with exact products; otherwise, rounding may change a token (docs/exact.md).
+
+        With `turns`, a continuation has turns of the model and of an environment, and at most
+        `sampling.max_new_tokens` tokens of both. It begins with tokens of the environment.
+
+        With `part`, items continue what earlier parts have sampled, and pause after a number of tokens.
 
         Items i * `together` to (i + 1) * `together` - 1 are a group, whose items are taken together; None for the
-        samples of each prompt.
+        samples of each prompt. `kept` holds memory that later calls of this model use again; without it, all memory
+        is freed at the end.
         """
         self._model, self._batch, self._given = model, batch, batch[prompts]
         self._turns, self._part, self._first = turns, part, seed.first_sequence
@@ -211,9 +178,22 @@ class Generation:
 
     @torch.no_grad()
     def take(self) -> Batch:
-        """Return the items of groups that have ended since the last time, with the fields that `generate` adds.
+        """Return the items of groups that have ended since the last time, with these fields: sequences (prompt and
+        continuation, with end-of-sequence), logprobs (aligned with sequences, 0 on the prompt), prompt_length, and
+        finished. `finished` is 1.0 if the sequence ends with one of `stop_token_ids`, or with the token that
+        completes one of the `stop` strings.
 
-        Stages before the last one of a pipeline return them without these fields, unless the call is a part.
+        With `record_experts`, the first TP rank of a mixture also adds routed_experts: for each token the k experts
+        of every layer of the model, [T, layers * k]. An entry is -1 if the token has not passed through the layer.
+        The last token passes through no layer. Of the prompt, only the last token passes through the last layer.
+
+        With `turns`, the field action_mask is 1 for the tokens that the model sampled, and 0 for all others;
+        `finished` is about the model's last turn.
+
+        Stages before the last one of a pipeline add no fields, except with `part`, because all stages need the
+        tokens for the next part. Only the last stage has the log-probabilities.
+
+        Raises NotFiniteLogitsError if the model's logits are not finite.
         """
         rows = self._left
         if self._active:

@@ -24,7 +24,7 @@ from realrl.config.user_code import name_function
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import Call, Kind
 from realrl.engine.finite import NotFiniteError, NotFiniteLogitsError
-from realrl.engine.generation.generator import Generation, Part, generate, group_samples
+from realrl.engine.generation.generator import Generation, Part, group_samples
 from realrl.engine.generation.sampling_noise import SamplingNoise, SamplingSeed
 from realrl.engine.model import Model
 from realrl.engine.reduced_metrics import DifferentMetricsError
@@ -534,7 +534,7 @@ class Worker:
             ids = tuple(numbers[id(now)] * now.store.size + item for now, item in places)
             given = Ragged.of([now.store.rows(method.prompts, [item]).values for now, item in places])
             try:
-                batch = generate(
+                generation = Generation(
                     model,
                     Batch(ids, {method.prompts: given}),
                     method.prompts,
@@ -544,10 +544,11 @@ class Worker:
                     seed=replace(first.input.sampling_seed, call=number),
                     kv_capacity=run.placement.strategy.micro_batch_tokens,
                     samples=first.store.samples,
-                    after_step=first.after_pass,
                     kept=self._roles.kept_decoding(call.name),
                     part=Part(keys, begun, call.count_part(sampling.max_new_tokens)),
                 )
+                generation.run(first.after_pass)
+                batch = generation.take()
             except NotFiniteLogitsError as error:
                 batch_number, item = divmod(error.item, first.store.size)
                 of_batch = [*steps.values()][batch_number].input
@@ -621,7 +622,7 @@ class Worker:
         return _Sampling(generation, method.prompts, samples, rows, turns)
 
     def _take_samples(self, run: Run, call: Call, sampling: _Sampling, now: _Step) -> Batch:
-        """Take the answers that have ended since the last time. Only some ranks get them, as from `generate`."""
+        """Take the answers that have ended since the last time. Only some ranks get them, see `Generation.take`."""
         assert run.role is not None, "generate calls have a model"
         model = self._roles.model(run.role, run.placement)
         try:
