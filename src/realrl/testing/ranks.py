@@ -192,8 +192,8 @@ def _run(rank: int, recipe: Path, run_class: type[TrainingRun] | None, *, evalua
             super().__init__(model, *args, **settings)
             self._last, self._settings = model.shard.last, settings
 
-        def take(self) -> Batch:
-            batch = super().take()
+        def take(self, *, left: int = 0) -> Batch:
+            batch = super().take(left=left)
             seed, in_parts = self._settings["seed"], self._settings.get("part") is not None
             if not self._last:
                 return batch

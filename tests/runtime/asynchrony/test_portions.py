@@ -214,10 +214,10 @@ def test_answers_are_handed_on_in_the_order_in_which_they_end(world: World, tmp_
     for step in range(3):
         lengths = [row[3:] for row in rows if row[1] == step]
         assert sum(map(len, lengths)) == 16 * 8
-        # A portion has at least a quarter of the prompts that are left, each with all its answers.
-        assert all(len(portion) % 8 == 0 for portion in lengths) and len(lengths[0]) >= 4 * 8
+        # Each portion has a quarter of the prompts, with all their answers.
+        assert [len(portion) for portion in lengths] == [4 * 8] * 4
         # Answers of the first portion ended before those of the last.
-        assert max(lengths[0]) <= max(lengths[-1]) or not lengths[-1]
+        assert max(lengths[0]) <= max(lengths[-1])
 
 
 @pytest.mark.parametrize(

@@ -177,11 +177,12 @@ class Generation:
         return len(self._open)
 
     @torch.no_grad()
-    def take(self) -> Batch:
-        """Return the items of groups that have ended since the last time, with these fields: sequences (prompt and
-        continuation, with end-of-sequence), logprobs (aligned with sequences, 0 on the prompt), prompt_length, and
-        finished. `finished` is 1.0 if the sequence ends with one of `stop_token_ids`, or with the token that
-        completes one of the `stop` strings.
+    def take(self, *, left: int = 0) -> Batch:
+        """Take the items of groups that have ended, but leave `left` groups for later.
+
+        Adds these fields: sequences (prompt and continuation, with end-of-sequence), logprobs (aligned with
+        sequences, 0 on the prompt), prompt_length, and finished. `finished` is 1.0 if the sequence ends with one of
+        `stop_token_ids`, or with the token that completes one of the `stop` strings.
 
         With `record_experts`, the first TP rank of a mixture also adds routed_experts: for each token the k experts
         of every layer of the model, [T, layers * k]. An entry is -1 if the token has not passed through the layer.
@@ -195,12 +196,12 @@ class Generation:
 
         Raises NotFiniteLogitsError if the model's logits are not finite.
         """
-        rows = self._left
-        if self._active:
-            self._count_open()
-            rows = [row for row in rows if self._group_of[row.number] not in self._open]
-        taken = {row.number for row in rows}
-        self._left = [row for row in self._left if row.number not in taken]
+        self._count_open()
+        groups = dict.fromkeys(self._group_of[row.number] for row in self._left)
+        ended = [group for group in groups if group not in self._open]
+        chosen = {*ended[: len(groups) - left]}
+        rows = [row for row in self._left if self._group_of[row.number] in chosen]
+        self._left = [row for row in self._left if self._group_of[row.number] not in chosen]
         model, call = self._model, self._call
         experts = [] if call.experts is None else join_stages(model, rows, call.experts)
         batch = self._batch

@@ -582,8 +582,9 @@ class Worker:
                 now.add_metrics(call, Metrics())
             return
         left, generation = call.portions - run.portion, sampling.generation
-        generation.run(now.after_pass, most_open=generation.groups * left // call.portions)
-        batch = self._take_samples(run, call, sampling, now)
+        later = generation.groups * left // call.portions
+        generation.run(now.after_pass, most_open=later)
+        batch = self._take_samples(run, call, sampling, now, left=later)
         if not left:
             self._sampling = None
         for key in call.outputs if len(batch) and self._process.rank in run.placement.output_ranks else ():
@@ -621,12 +622,15 @@ class Worker:
         rows = {item: row for row, item in enumerate(batch.ids)}
         return _Sampling(generation, method.prompts, samples, rows, turns)
 
-    def _take_samples(self, run: Run, call: Call, sampling: _Sampling, now: _Step) -> Batch:
-        """Take the answers that have ended since the last time. Only some ranks get them, see `Generation.take`."""
+    def _take_samples(self, run: Run, call: Call, sampling: _Sampling, now: _Step, *, left: int = 0) -> Batch:
+        """Take the answers to prompts that have ended, but leave `left` prompts for later.
+
+        Only some ranks get them, see `Generation.take`.
+        """
         assert run.role is not None, "generate calls have a model"
         model = self._roles.model(run.role, run.placement)
         try:
-            batch = sampling.generation.take()
+            batch = sampling.generation.take(left=left)
         except NotFiniteLogitsError as error:
             raise NotFiniteError(f"{call.name}: {_describe_logits(error, now.input, call)}") from None
         turns = sampling.turns
