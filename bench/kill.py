@@ -1,8 +1,9 @@
 """Kill processes of runs at points chosen by a seed, and compare the final models with undisturbed runs.
 
-    python bench/kill.py [--points 80] [--seed 1] [--out DIR] [--asynchronous]
+    python bench/kill.py [--points 80] [--seed 1] [--out DIR] [--asynchronous | --portions]
 
-With --asynchronous, generation has ranks of its own, and samples whole or partial answers ahead of training.
+With --asynchronous, generation has ranks of its own, and samples whole or partial answers ahead of training, or
+hands on the answers of a step in portions.
 Each run is killed several times, once after every restart. SIGKILL hits one rank at an instruction, or in a phase
 of writing a checkpoint. The run must end by itself, with exactly the final models of an undisturbed run. It must
 leave no process, temporary file, shared memory or incomplete checkpoint behind.
@@ -47,8 +48,9 @@ ASYNCHRONOUS_CASES = (
     ("ppo", 4, "openrlhf", 2, True),
     ("grpo", 2, "symmetric", 2, True),
     ("grpo", 4, "openrlhf", 3, True),
+    ("grpo", 4, "openrlhf", 0, False, 4),
 )
-"""The same with the staleness, and whether answers are partial."""
+"""The same with the staleness, whether answers are partial, and the number of portions."""
 PHASES = ("begin", "copied", "written", "commit", "committed", "prune", "pruned", "final", "saved")
 """Points that a rank passes while it saves a checkpoint or the final models. Only rank 0 passes the points from
 `commit` to `pruned`."""
@@ -118,9 +120,11 @@ class Case:
     plan: str
     staleness: int = 0
     partial: bool = False
+    portions: int = 1
 
     def __str__(self) -> str:
         ahead = f"-{'partial' if self.partial else 'ahead'}-{self.staleness}" if self.staleness else ""
+        ahead += f"-portions-{self.portions}" if self.portions > 1 else ""
         return f"{self.algorithm}-{self.size}-{self.plan}{ahead}"
 
 
@@ -146,7 +150,7 @@ class World:
             "actor": {"path": str(self.root / "actor"), "optimizer": {"lr": 1e-3}},
             "reward": {"path": str(self.root / "reward")},
         }
-        section = {"minibatches": 2}
+        section: dict[str, Any] = {"minibatches": 1 if case.portions > 1 else 2}
         if case.algorithm == "ppo":
             models["critic"] = {"optimizer": {"lr": 1e-3}}
             section = {**section, "value_norm": "running"}
@@ -156,7 +160,7 @@ class World:
             "cluster": f"1x{case.size}",
             "device": "cpu",
             "plan": case.plan,
-            "asynchrony": {"staleness": case.staleness, "partial": case.partial},
+            "asynchrony": {"staleness": case.staleness, "partial": case.partial, "portions": case.portions},
             "micro_batch_tokens": 256,
             "models": models,
             "data": {"train": str(self.root / "prompts.jsonl"), "batch": 8},
@@ -272,13 +276,16 @@ def main() -> None:
     parser.add_argument("--points", type=int, default=80)
     parser.add_argument("--out", type=Path, help="directory to keep all runs in")
     parser.add_argument("--asynchronous", action="store_true", help="kill asynchronous runs")
+    parser.add_argument("--portions", action="store_true", help="kill only runs with portions")
     given = parser.parse_args()
     chance = random.Random(given.seed)
     with tempfile.TemporaryDirectory(prefix="kill-") as scratch:
         root = Path(scratch) if given.out is None else given.out
         root.mkdir(parents=True, exist_ok=True)
         world = World(root)
-        cases = ASYNCHRONOUS_CASES if given.asynchronous else CASES
+        cases: tuple[tuple[Any, ...], ...] = ASYNCHRONOUS_CASES if given.asynchronous else CASES
+        if given.portions:
+            cases = tuple(case for case in ASYNCHRONOUS_CASES if Case(*case).portions > 1)
         expected: dict[Case, Ended] = {}
         killed: Counter[str] = Counter()
         wrong = number = 0
