@@ -171,6 +171,19 @@ def test_settings_that_do_not_fit_are_shown(
     assert "no plan: " in plan(capsys, *options)
 
 
+def test_portions_are_compared_if_the_algorithm_can_train_on_them(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--cluster", "a100-40g:1x4", "--effort", "1000", "--staleness", "1", "--json"]
+    model = ["models.actor.path=null", "models.actor.shape=qwen2.5-0.5b"]
+    recipe = str(ROOT / "recipes" / "grpo.yaml")
+    for minibatches in (1, 4):
+        given = ["plan", recipe, *model, f"policy.minibatches={minibatches}", *options]
+        assert run_app(given) == 0
+        printed = capsys.readouterr()
+        rows = [row["asynchrony"] for row in json.loads(printed.out)["staleness"]]
+        assert [row["portions"] for row in rows][:2] == ([1, 8] if minibatches == 1 else [1, 1])
+        assert ("actor.train makes 4 optimizer steps" in printed.err) is (minibatches == 4)
+
+
 def test_other_comparisons_exclude_asynchronous_ones(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--cluster", "a100-40g:2x2", "--nodes", "1,2", "--staleness", "1"]
     assert run_app(["plan", REFERENCE, *SMALL, *arguments]) == 2

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from realrl.algorithms.base.method import Metrics
 from realrl.config.errors import UserError
-from realrl.data.batch import Batch
+from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import Call
 from realrl.plan.cluster import Cluster
 from realrl.program.instructions import Run
@@ -249,3 +250,25 @@ def test_what_needs_the_whole_batch_is_refused(
     with pytest.raises(UserError) as error:
         load_experiment(str(file))
     assert message in str(error.value)
+
+
+def break_first_portion() -> None:
+    """Let the first portion of the first step have scores that are not finite."""
+    train = Worker._train
+
+    def spoil(self: Worker, run: Run, call: Call, batch: Batch, now: Any) -> Metrics:
+        if run.portion == 1 and now.number == 0:
+            scores = batch["score"].values
+            batch = batch.with_fields(score=Ragged.scalars(torch.full_like(scores, torch.inf)))
+        return train(self, run, call, batch, now)
+
+    Worker._train = spoil  # type: ignore[method-assign]
+
+
+def test_a_step_is_skipped_for_the_portion_that_is_not_finite(world: World, tmp_path: Path) -> None:
+    file = apart(write(world, tmp_path / "portions", "grpo", 4))
+    run_on_ranks(2, [file], prepare=break_first_portion)
+    first, *others = read_metrics(tmp_path / "portions" / "run")
+    # The last portion is sound, so it would be reported with a gradient.
+    assert first["actor.train/skipped_steps"] == first["actor.train/skipped_for/score"] == 1
+    assert all(step["actor.train/skipped_steps"] == 0 for step in others)
