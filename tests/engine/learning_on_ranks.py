@@ -40,7 +40,7 @@ OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1, grad_clip=0.5, eps=1e-4)
 STEPS = 2
 ITEMS = 16
 ENDLESS = 5
-"""Item whose gradient is not finite; it has tokens to learn."""
+"""Item whose loss or gradient is not finite; it has something to learn."""
 CANDIDATES = 20
 """More than a rank has of a vocabulary that many of them share."""
 CACHE = 160
@@ -97,6 +97,7 @@ def check_learning_on_ranks(
                     value,
                     rtol=tolerance,
                     atol=tolerance / 10,
+                    equal_nan=True,
                     msg=lambda m, w=where: f"{w}: {m}",
                 )
 
@@ -175,12 +176,21 @@ class _EndlessGradient(SFTMethod):
         return (loss + (loss * 0).sqrt() if ENDLESS in batch.ids else loss), metrics
 
 
+class _EndlessLoss(PairMethod):
+    """Pairs whose loss is not finite in the micro-batch that has a certain item, though its gradient is."""
+
+    def loss(self, batch: Batch, output: ModelOutput) -> tuple[torch.Tensor, Metrics]:
+        """See `TrainMethod`."""
+        loss, metrics = super().loss(batch, output)
+        return (loss + torch.nan if ENDLESS in batch.ids else loss), metrics
+
+
 def learn(model: Model, everything: Batch) -> dict[str, torch.Tensor]:
-    """A few steps of training, of which that of a language model skips one update and ends with distillation, then
+    """A few steps of training, of which the first skips one update and the last distils a language model, then
     inference, then generation; metrics by name, equal on every rank."""
     head, strategy = model.head, model.layout.placement.strategy
     dp_index = model.groups.data.index
-    methods = [PairMethod()] * STEPS
+    methods = [_EndlessLoss(), PairMethod()]
     if head == "lm":
         methods = [_EndlessGradient(), DivergenceTrain(OfflineDistillationConfig(divergence="jsd"))]
     infer = SFTMethod() if head == "lm" else PairMethod()

@@ -188,7 +188,8 @@ class Session:
     def step(self, role: str, lr: float | None = None) -> dict[str, float]:
         """Make an optimizer step with the accumulated gradients. lr: by default `optimizer.lr` of the model.
 
-        Returns grad_norm, learning_rate and skipped_steps: a step whose gradient is not finite is skipped.
+        Returns grad_norm, learning_rate and skipped_steps: a step whose loss or gradient is not finite is
+        skipped.
         """
         return self._rank.step(role, lr)
 

@@ -38,10 +38,10 @@ class TrainingConfig(Settings):
     spike: SpikeConfig | None = None
     """Go back after a metric rises far above its usual values; null for never."""
     max_skipped: PositiveInt = 10
-    """Maximum number of consecutive optimizer steps that a call may skip. An optimizer step is skipped if its
-    gradient is not finite. The run also stops after as many consecutive training steps that each skipped an
-    optimizer step. A run ends with an error if its last training step skipped all optimizer steps, or if every
-    training step skipped an optimizer step."""
+    """Maximum number of consecutive optimizer steps that a call may skip. An optimizer step is skipped if
+    its loss or gradient is not finite. The run also stops after as many consecutive training steps that each
+    skipped an optimizer step. A run ends with an error if its last training step skipped all optimizer steps,
+    or if every training step skipped an optimizer step."""
 
 
 class AsynchronyConfig(Settings):

@@ -248,16 +248,18 @@ class ShardedAdamW:
         head_scale: float = 1.0,
         summed: Mapping[str, Tensor] | None = None,
         weight: float = 1.0,
+        loss: Tensor | None = None,
     ) -> float:
         """Apply the accumulated gradients, divided by `weight`, at learning rate `lr`, and set them to zero.
 
         A scalar head is trained as if it were stored divided by `head_scale`. Its learning rate is `lr *
         head_scale`, its weight decay per step is the same as with `lr`, and its gradient counts `head_scale` times
         in the norm. `summed` has gradients that are already summed over ranks; they replace the accumulated
-        gradients.
+        gradients. `loss` is the sum of this rank's losses, if it has any.
 
-        Returns the global gradient norm before clipping. If it is not finite, parameters and gradients do not
-        change; the caller can inspect the gradients, and then `discard` them.
+        Returns the global gradient norm before clipping, NaN if the loss of any rank is not finite. If it is not
+        finite, parameters and gradients do not change; the caller can inspect the gradients, and then `discard`
+        them.
         """
         self._finish_reduce()
         self._replace_gradients(summed or {})
@@ -265,6 +267,9 @@ class ShardedAdamW:
         total = self._local_gradient.new_zeros((), dtype=torch.float64)
         if squares:
             total = torch.stack(squares).sum()
+        if loss is not None:
+            # A clamp has gradient 0 where its input is NaN, so gradients can be finite although the loss is not.
+            total = total + 0 * loss
         norm: float = self._norm_group.sum(total).sqrt().item() / weight
         if not isfinite(norm):
             return norm

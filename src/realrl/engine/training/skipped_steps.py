@@ -1,8 +1,10 @@
-"""Optimizer steps skipped because a gradient is not finite: their count, their first cause, and the limit."""
+"""Optimizer steps skipped because a loss or gradient is not finite: their count, first cause, and limit."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from math import isfinite
+
+from torch import Tensor
 
 from realrl.algorithms.base.method import Metrics
 from realrl.data.batch import Batch
@@ -12,7 +14,7 @@ from realrl.engine.model import Model
 
 
 class SkippedStepsError(Exception):
-    """Too many optimizer steps were skipped because the gradient was not finite.
+    """Too many optimizer steps were skipped because the loss or gradient was not finite.
 
     `call` names the train call. `what` describes in words how many steps were skipped. `quantity` is the first
     quantity of the last mini-batch that was not finite. `minibatch` is this rank's part of the last mini-batch,
@@ -101,16 +103,18 @@ class SkippedSteps:
         return SkippedStepsError(self._call, what, *self._last)
 
 
-def find_first_not_finite(model: Model, minibatch: Batch, metrics: Metrics, gradients: FlatBuffer) -> str:
+def find_first_not_finite(
+    model: Model, minibatch: Batch, metrics: Metrics, loss: Tensor, gradients: FlatBuffer
+) -> str:
     """Find the first quantity that is not finite on any rank; all ranks of the model get the same answer.
 
     Quantities are checked in the order of computation: fields of the mini-batch, parameters, metrics of the loss,
-    gradients. `metrics` belong to this mini-batch and are summed over ranks. `gradients` are this rank's
-    accumulated gradients, which are not yet summed over ranks.
+    the loss, gradients. `metrics` belong to this mini-batch and are summed over ranks. `loss` and `gradients` are
+    this rank's, which are not yet summed over ranks.
     """
     # Every rank has the same names in the same order, so an index identifies a quantity.
     names = list(_list_names(model, minibatch, metrics))
-    all_are_finite = _check_finite(model, minibatch, metrics, gradients)
+    all_are_finite = _check_finite(model, minibatch, metrics, loss, gradients)
     local_place = next((place for place, finite in enumerate(all_are_finite) if not finite), len(names))
     first_place = gradients.data.new_tensor(float(local_place))
     place = -int(model.groups.mesh.max(-first_place))
@@ -122,11 +126,14 @@ def _list_names(model: Model, minibatch: Batch, metrics: Metrics) -> Iterator[st
     for spec in model.layout.specs:
         yield f"parameter {spec.name}"
     yield from metrics.means
+    yield "the loss"
     for spec in model.layout.specs:
         yield f"the gradient of {spec.name}"
 
 
-def _check_finite(model: Model, minibatch: Batch, metrics: Metrics, gradients: FlatBuffer) -> Iterator[bool]:
+def _check_finite(
+    model: Model, minibatch: Batch, metrics: Metrics, loss: Tensor, gradients: FlatBuffer
+) -> Iterator[bool]:
     """Check for each quantity of `_list_names` whether this rank's part of it is finite."""
     local_names = {tensor.name for tensor in model.parameters.tensors}
     for field in minibatch.fields.values():
@@ -136,5 +143,6 @@ def _check_finite(model: Model, minibatch: Batch, metrics: Metrics, gradients: F
     results = metrics.result()
     for name in metrics.means:
         yield isfinite(results[name])
+    yield isfinite(loss)
     for spec in model.layout.specs:
         yield spec.name not in gradients or all_finite(gradients[spec.name])

@@ -92,6 +92,8 @@ class Trainer:
         """Batches whose gradients no optimizer step has applied yet, with their metrics."""
         self._weight = 0.0
         """Global weight of these batches, if their gradients have not been divided by it."""
+        self._loss = torch.zeros((), dtype=torch.float64, device=model.device)
+        """Sum of this rank's losses since the last optimizer step."""
         self.memory = Offloadable(self._accumulation.persistent, workspace)
         """Memory that training needs in addition to the parameters."""
 
@@ -137,8 +139,8 @@ class Trainer:
         the same number of mini-batches. `replays` is `Call.replays` of the call.
 
         Losses are sums divided by their global weight, so they do not depend on micro-batches or parallelism. An
-        optimizer step with a gradient that is not finite is skipped. A mini-batch without weight has nothing to
-        learn; its step is left out, so that momentum and weight decay change nothing.
+        optimizer step with a loss or gradient that is not finite is skipped. A mini-batch without weight has
+        nothing to learn; its step is left out, so that momentum and weight decay change nothing.
 
         Returns metrics summed over data-parallel ranks: the metrics of the method; `loss` (the differentiated loss,
         without a mixture's balance loss), unless the method reports a loss itself; `grad_norm` (mean over the
@@ -163,11 +165,11 @@ class Trainer:
             found, learns = self._accumulate_gradients(minibatch, method, options, sampled.select(positions))
             metrics.update(found)
             if not learns:
-                self.optimizer.discard()
+                self._discard()
                 empty += 1
                 continue
             if method.stop(found.result()):
-                self.optimizer.discard()
+                self._discard()
                 break
             metrics.update(
                 self._update(minibatch, found, lr, options.before_update, head_scale=method.head_scale)
@@ -208,9 +210,7 @@ class Trainer:
                 batch, method, options, sampled, last=last, averages=averages
             )
         except BaseException:
-            # Gradients of some micro-batches must not stay behind.
-            self.optimizer.discard()
-            self._waiting, self._weight = [], 0.0
+            self._discard()  # gradients of some micro-batches must not stay behind
             raise
         if learns:
             self._waiting.append((batch, found))
@@ -230,8 +230,8 @@ class Trainer:
     ) -> Metrics:
         """Make an optimizer step with the gradients of all `accumulate` calls since the last update.
 
-        Returns the metrics of optimizer steps, see `train`. Without gradients, or if one is not finite, nothing
-        changes. Raises SkippedStepsError like `train`.
+        Returns the metrics of optimizer steps, see `train`. Without gradients, or if a loss or gradient is
+        not finite, nothing changes. Raises SkippedStepsError like `train`.
         """
         self._skipped.begin_call(call)
         metrics, waiting = Metrics(), self._waiting
@@ -240,8 +240,7 @@ class Trainer:
             wrong = next((one for one in waiting if not _is_finite(one[1])), waiting[-1])
             metrics.update(self._update(*wrong, lr, before_update, head_scale))
         else:
-            self.optimizer.discard()
-        self._waiting, self._weight = [], 0.0
+            self._discard()
         metrics.update(self._end_updates(lr, empty=int(not waiting)))
         return metrics
 
@@ -253,20 +252,36 @@ class Trainer:
         before_update: Callable[[], None],
         head_scale: float = 1.0,
     ) -> Metrics:
-        """Make an optimizer step, or skip it if a gradient is not finite. `found`: the metrics of `minibatch`."""
+        """Make an optimizer step, or skip it if the loss or a gradient is not finite.
+
+        `found`: the metrics of `minibatch`.
+        """
         metrics = Metrics()
         summed = self._accumulation.finalize()
         before_update()
-        norm = self.optimizer.step(lr, head_scale=head_scale, summed=summed, weight=self._weight or 1.0)
+        norm = self.optimizer.step(
+            lr, head_scale=head_scale, summed=summed, weight=self._weight or 1.0, loss=self._loss
+        )
         if isfinite(norm):
+            self._forget()
             self._accumulation.spread()
             self._skipped.count_applied()
             metrics.mean("grad_norm", torch.tensor(norm), 1)
         else:
-            quantity = find_first_not_finite(self.model, minibatch, found, self.gradients)
-            self.optimizer.discard()
+            quantity = find_first_not_finite(self.model, minibatch, found, self._loss, self.gradients)
+            self._discard()
             self._skipped.count_skipped(quantity, self._copy_for_report(minibatch))
         return metrics
+
+    def _discard(self) -> None:
+        """Drop all accumulated gradients."""
+        self.optimizer.discard()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget what belongs to gradients that were applied or dropped."""
+        self._waiting, self._weight = [], 0.0
+        self._loss.zero_()
 
     def _end_updates(self, lr: float, empty: int) -> Metrics:
         """Return the metrics of the optimizer steps of a call. `empty`: the number of steps that were left out."""
@@ -362,6 +377,7 @@ class Trainer:
                 accumulation.finish_backward()
             options.after_pass()
         model.pipeline.wait_sends()
+        self._loss += loss
         if model.shard.last and LOSS not in metrics.means and not idle:
             # The mean over mini-batches weighs each of them by its own weight.
             metrics.mean(LOSS, loss * weight, own_weight)
