@@ -27,7 +27,7 @@ from realrl.huggingface.initial_weights import initialise
 from realrl.layout import limits
 from realrl.layout.layout import build_layout
 from realrl.plan.communicators import list_rank_sets
-from realrl.plan.placement import Placement
+from realrl.plan.placement import Placement, Strategy
 from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.optimizer import OptimizerConfig
 from realrl.runtime.processes.environment import leave
@@ -86,8 +86,8 @@ def check_learning_on_ranks(
     for rank, results in enumerate(found):
         assert len(results) == len(cases)
         for (name, placement), figures in zip(cases, results, strict=True):
-            sharded = placement.strategy.shards_parameters  # generation takes another layout
-            expected = {k: v for k, v in alone[name].items() if not (sharded and _is_sampled(k))}
+            samples = can_sample(placement.strategy)
+            expected = {k: v for k, v in alone[name].items() if samples or not _is_sampled(k)}
             differing = figures.keys() ^ expected.keys()
             assert not differing, f"rank {rank}, {name}, {placement}: {differing}"
             for figure, value in expected.items():
@@ -100,6 +100,11 @@ def check_learning_on_ranks(
                     equal_nan=True,
                     msg=lambda m, w=where: f"{w}: {m}",
                 )
+
+
+def can_sample(strategy: Strategy) -> bool:
+    """Whether generation can have this strategy, or needs another layout."""
+    return not strategy.shards_parameters and strategy.cp == 1
 
 
 def _is_sampled(figure: str) -> bool:
@@ -235,7 +240,7 @@ def learn(model: Model, everything: Batch) -> dict[str, torch.Tensor]:
         for name in ("teacher_ids", "teacher_top_logprobs"):
             sums = [float(row.double().square().sum()) for row in likeliest[name].rows()]
             results[name] = gathered(model, items, sums if model.shard.last else [])
-    if head == "lm" and not strategy.shards_parameters:
+    if head == "lm" and can_sample(strategy):
         results |= sample(model, items, local, samples=1)
         # Every prompt GROUP times; one process prefills and caches each of them by itself.
         prompts = everything["tokens"].select([i // GROUP for i in range(ITEMS)])
@@ -267,8 +272,8 @@ def sample(model: Model, items: list[int], local: Batch, *, samples: int) -> dic
 
 
 def gathered(model: Model, items: list[int], values: list[float]) -> torch.Tensor:
-    """What the last stages' first tensor ranks have, in the order of items, on every rank."""
+    """What the last stages' first tensor and context ranks have, in the order of items, on every rank."""
     out = torch.zeros(ITEMS, dtype=torch.float64)
-    if values and model.shard.tp_index == 0:
+    if values and model.shard.tp_index == 0 and model.groups.context.index == 0:
         out[items] = torch.tensor(values, dtype=torch.float64)
     return model.groups.mesh.sum(out.to(model.device)).cpu()

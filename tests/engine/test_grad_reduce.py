@@ -14,7 +14,7 @@ from realrl.families.shape import ModelShape
 from realrl.huggingface.initial_weights import initialise
 from realrl.layout import limits
 from realrl.layout.layout import build_layout
-from realrl.model.group import Group, make_single_rank_group
+from realrl.model.group import Group
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.recipe.optimizer import OptimizerConfig
 
@@ -68,15 +68,7 @@ def test_bucket_size_does_not_change_parameters(monkeypatch: pytest.MonkeyPatch)
 def make_lone_tensor_rank(tp: int, kv_heads: int = 2) -> Model:
     """The first of several TP ranks, which meets no others: its sums are its own parts."""
     placement = Placement(Mesh(0, tp), Strategy(tp=tp))
-    single = make_single_rank_group()
-    groups = ParallelGroups(
-        data=single,
-        tensor=Group(tuple(range(tp)), 0),
-        pipeline=single,
-        reverse_pipeline=single,
-        mesh=single,
-        embedding=None,
-    )
+    groups = ParallelGroups.of_single_rank(tensor=Group(tuple(range(tp)), 0))
     layout = build_layout(SHAPE.model_copy(update={"family": "qwen3", "kv_heads": kv_heads}), "lm", placement)
     return Model(layout, 0, groups, dtype=torch.float32, device=torch.device("cpu"))
 

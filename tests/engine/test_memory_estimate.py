@@ -39,15 +39,7 @@ def test_a_rank_allocates_the_estimated_bytes(
     for rank in {0, placement.mesh.size - 1}:
         # Groups that are never used for communication, so that one process can stand for any rank.
         group = replace(make_single_rank_group(), ranks=tuple(range(dp)), index=placement.item_index(rank))
-        single = make_single_rank_group()
-        groups = ParallelGroups(
-            data=group,
-            tensor=single,
-            pipeline=single,
-            reverse_pipeline=single,
-            mesh=Group((rank,), 0),
-            embedding=None,
-        )
+        groups = ParallelGroups.of_single_rank(data=group, copies=group, mesh=Group((rank,), 0))
         model = Model(
             build_layout(SHAPE, head, placement),
             rank,

@@ -32,8 +32,8 @@ MODELS: dict[str, tuple[ModelShape, Head]] = {
     ),
 }  # fmt: skip
 
-# (dp, tp, pp), with `s` for sequence parallelism, `r` for recomputation, and the stage of ZeRO. Every degree alone,
-# and mixtures of them.
+# (dp, tp, pp), with `c` and the degree of context parallelism, `s` for sequence parallelism, `r` for recomputation,
+# and the stage of ZeRO. Every degree alone, and mixtures of them.
 STRATEGIES = {
     2: [
         "2 1 1",
@@ -46,8 +46,12 @@ STRATEGIES = {
         "1 1 2 r",
         "2 1 1 2",
         "2 1 1 3",
+        "1 1 1 c2",
+        "1 1 1 c2 r",
+        "1 1 1 c2 2",
+        "1 1 1 c2 3",
     ],
-    3: ["3 1 1", "1 3 1 s", "1 3 1", "1 1 3", "3 1 1 3r"],
+    3: ["3 1 1", "1 3 1 s", "1 3 1", "1 1 3", "3 1 1 3r", "1 1 1 c3 r"],
     4: [
         "4 1 1",
         "1 4 1",
@@ -65,9 +69,27 @@ STRATEGIES = {
         "2 2 1 3sr",
         "2 1 2 3",
         "2 1 2 2r",
+        "2 1 1 c2",
+        "2 1 1 c2 3r",
+        "1 2 1 c2 s",
+        "1 1 2 c2 r",
+        "1 1 1 c4 2",
     ],
     6: ["3 2 1", "2 3 1 s", "1 6 1", "1 3 2", "1 2 3 s", "3 1 2", "2 1 3", "1 2 3 sr"],
-    8: ["2 2 2", "2 2 2 s", "1 4 2 s", "1 2 4", "4 1 2", "8 1 1", "2 2 2 sr", "1 2 4 r"],
+    8: [
+        "2 2 2",
+        "2 2 2 s",
+        "1 4 2 s",
+        "1 2 4",
+        "4 1 2",
+        "8 1 1",
+        "2 2 2 sr",
+        "1 2 4 r",
+        "1 2 2 c2 s",
+        "2 2 1 c2 3sr",
+        "1 2 1 c4 2s",
+        "1 1 1 c8",
+    ],
 }
 
 
@@ -76,8 +98,10 @@ def placements(world: int) -> list[Placement]:
     found = []
     for text in STRATEGIES[world]:
         dp, tp, pp, *flags = text.split()
+        cp = next((flags.pop(i)[1:] for i, flag in enumerate(flags) if flag.startswith("c")), "1")
         strategy = Strategy(
             dp=int(dp),
+            cp=int(cp),
             tp=int(tp),
             pp=int(pp),
             micro_batch_tokens=40,

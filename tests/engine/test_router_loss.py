@@ -157,7 +157,17 @@ SHAPE = ModelShape(
 PARTS = {"whole": WHOLE, "last layer": TrainablePart(last_layers=1)}
 STRATEGIES = {
     1: ["1 1 1", "1 1 1 r"],
-    2: ["2 1 1", "1 2 1 r", "1 2 1 s", "1 1 2", "1 1 2 r", "2 1 1 z2", "2 1 1 z3 r"],
+    2: [
+        "2 1 1",
+        "1 2 1 r",
+        "1 2 1 s",
+        "1 1 2",
+        "1 1 2 r",
+        "2 1 1 z2",
+        "2 1 1 z3 r",
+        "1 1 1 c2",
+        "1 1 1 c2 r",
+    ],
 }
 Learnt = tuple[list[dict[str, float]], dict[str, tuple[object, Tensor]]]
 """Metrics of calls, and for each tensor of a rank its place in the whole one, and its values."""
@@ -166,7 +176,7 @@ Learnt = tuple[list[dict[str, float]], dict[str, tuple[object, Tensor]]]
 def placement_of(text: str, micro_batch_tokens: int = 30) -> Placement:
     dp, tp, pp, *flags = text.split()
     strategy = Strategy(
-        dp=int(dp), tp=int(tp), pp=int(pp), micro_batch_tokens=micro_batch_tokens,
+        dp=int(dp), cp=1 + ("c2" in flags), tp=int(tp), pp=int(pp), micro_batch_tokens=micro_batch_tokens,
         sequence_parallel="s" in flags, recompute="r" in flags,
         zero=next((stage for stage in (2, 3) if f"z{stage}" in flags), 1),
     )  # fmt: skip

@@ -30,6 +30,7 @@ PLACEMENTS = {
     2: (
         Placement(Mesh(0, 2), Strategy(tp=2, micro_batch_tokens=40, sequence_parallel=True)),
         Placement(Mesh(0, 2), Strategy(pp=2, micro_batch_tokens=40)),
+        Placement(Mesh(0, 2), Strategy(cp=2, micro_batch_tokens=40)),
     ),
     3: (Placement(Mesh(0, 3), Strategy(tp=3, micro_batch_tokens=40)),),
 }

@@ -31,14 +31,15 @@ def placements(draw: st.DrawFn, cluster: Cluster, shape: ModelShape) -> Placemen
     size = draw(st.integers(1, cluster.size))
     mesh = Mesh(draw(st.integers(0, cluster.size - size)), size)
     degrees = [
-        (size // (tp * pp), tp, pp)
+        (size // (cp * tp * pp), cp, tp, pp)
+        for cp in range(1, size + 1)
         for tp in range(1, min(size, shape.heads) + 1)
         for pp in range(1, min(size, shape.layers) + 1)
-        if size % (tp * pp) == 0
+        if size % (cp * tp * pp) == 0
     ]
-    dp, tp, pp = draw(st.sampled_from(degrees))
-    zero = draw(st.sampled_from([1, 3])) if dp > 1 else 1
-    return Placement(mesh, Strategy(dp=dp, tp=tp, pp=pp, zero=zero))
+    dp, cp, tp, pp = draw(st.sampled_from(degrees))
+    zero = draw(st.sampled_from([1, 3])) if dp * cp > 1 else 1
+    return Placement(mesh, Strategy(dp=dp, cp=cp, tp=tp, pp=pp, zero=zero))
 
 
 @st.composite

@@ -110,14 +110,14 @@ def test_a_strategy_that_the_model_does_not_fit_is_refused(degrees: tuple[int, i
 
 @settings(max_examples=150, deadline=None)
 @given(moves())
-def test_every_dp_replica_holds_each_element(move: tuple[Layout, Layout, Cluster]) -> None:
-    """Under ZeRO-3, data-parallel ranks hold each element together."""
+def test_every_replica_holds_each_element(move: tuple[Layout, Layout, Cluster]) -> None:
+    """Under ZeRO-3, ranks that compute with the same parameters hold each element together."""
     made, placement = move[0], move[0].placement
-    dp = placement.strategy.dp
-    for replica in [range(dp)] if placement.strategy.shards_parameters else [[d] for d in range(dp)]:
+    copies = placement.strategy.copies
+    for replica in [range(copies)] if placement.strategy.shards_parameters else [[i] for i in range(copies)]:
         seen = {spec.name: np.zeros(spec.shape, dtype=int) for spec in made.specs}
         for rank in placement.ranks:
-            if placement.item_index(rank) in replica:
+            if placement.copy_index(rank) in replica:
                 for local in made.tensors(rank):
                     region = local.region
                     box = tuple(slice(a, b) for a, b in zip(region.offset, region.end, strict=True))
@@ -133,17 +133,17 @@ def test_shards_of_zero_3_are_equal_and_lie_back_to_back_in_the_parameters(
 ) -> None:
     """So that an all-gather of each parameter's rows gives the parameter, with padding after it."""
     made, placement = move[0], move[0].placement
-    dp = placement.strategy.dp
+    copies = placement.strategy.copies
     if not placement.strategy.shards_parameters:
         return
-    for first in (rank for rank in placement.ranks if placement.item_index(rank) == 0):
-        stored = [made.tensors(first + d * placement.strategy.tp) for d in range(dp)]
+    for first in (rank for rank in placement.ranks if placement.copy_index(rank) == 0):
+        stored = [made.tensors(first + d * placement.strategy.tp) for d in range(copies)]
         at = 0
         for stack in group_stacks(made.gathered_tensors(first)):
             parts = [tensors[at : at + len(stack)] for tensors in stored]
             at += len(stack)
             rows = [sum(tensor.shape[0] for tensor in part) for part in parts]
-            assert len({*rows}) == 1 and sum(rows) < sum(tensor.shape[0] for tensor in stack) + dp
+            assert len({*rows}) == 1 and sum(rows) < sum(tensor.shape[0] for tensor in stack) + copies
             for i, whole in enumerate(stack):
                 held = [part[i].region for part in parts if part[i].region.numel]
                 edges = [(region.offset[0], region.end[0]) for region in held]

@@ -89,6 +89,8 @@ def test_groups_keep_replicas_apart() -> None:
     own = list_own_rank_sets(placement, 7)  # stage 0, second replica
     assert own == {
         "data": (5, 7),
+        "context": (7,),
+        "copies": (5, 7),
         "tensor": (6, 7),
         "pipeline": (7, 15),
         "reverse_pipeline": (15, 7),
@@ -96,7 +98,10 @@ def test_groups_keep_replicas_apart() -> None:
         "embedding": (7, 15),
     }
     everyone = {
-        ranks: role for rank in placement.ranks for role, ranks in list_own_rank_sets(placement, rank).items()
+        ranks: role
+        for rank in placement.ranks
+        for role, ranks in list_own_rank_sets(placement, rank).items()
+        if len(ranks) > 1
     }
     assert {*list_rank_sets([placement])} == {*everyone}
     assert placement.output_ranks == (8, 10)

@@ -77,6 +77,15 @@ def test_overlap_is_a_shared_rank() -> None:
             assert a.overlaps(b) == bool(set(a.ranks) & set(b.ranks))
 
 
+def test_context_parallel_ranks_are_neighbours_that_share_items_and_parameters() -> None:
+    placement = Placement(Mesh(8, 16), Strategy(dp=2, cp=2, tp=2, pp=2))
+    assert [placement.item_index(rank) for rank in range(8, 16)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [placement.copy_index(rank) for rank in range(8, 16)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert placement.output_ranks == (16, 20)
+    assert placement.strategy.copies == placement.strategy.replicas == 4
+    assert placement.strategy.for_generation() == Strategy(dp=4, tp=2, pp=2)
+
+
 def test_coordinates_are_counted_pipeline_then_data_then_tensor() -> None:
     placement = Placement(Mesh(8, 8), Strategy(dp=2, tp=2, pp=2))
     ranks = [placement.rank(dp=dp, tp=tp, pp=pp) for pp in (0, 1) for dp in (0, 1) for tp in (0, 1)]
@@ -91,7 +100,9 @@ def test_a_strategy_must_fill_its_mesh() -> None:
 
 
 def test_layout_text_round_trip() -> None:
-    placement = Placement(Mesh(4, 4), Strategy(dp=2, tp=2, micro_batch_tokens=77, sequence_parallel=True))
+    strategy = Strategy(dp=2, cp=3, tp=2, micro_batch_tokens=77, sequence_parallel=True)
+    placement = Placement(Mesh(4, 12), strategy)
+    assert placement.layout == "d2 c3 t2 p1 @4-15"
     for dtype, again in product((None, "bfloat16", "float32"), (False, True)):
         typed = replace(placement, strategy=replace(placement.strategy, dtype=dtype, recompute=again))
         assert Placement.parse(str(typed)) == typed

@@ -29,7 +29,7 @@ from realrl.huggingface.initial_weights import initialise
 from realrl.layout.layout import build_layout
 from realrl.model import group as collectives
 from realrl.model.arithmetic.ops import Products
-from realrl.model.group import Group, make_single_rank_group
+from realrl.model.group import Group
 from realrl.plan.placement import Placement
 from realrl.program.memory import StoredModel
 from realrl.recipe.generation import GenerationConfig
@@ -69,6 +69,10 @@ def nobody_else() -> Iterator[Messages]:
         count("reduce_scatter", buffer)
         output.copy_(buffer[: len(output)])
 
+    def exchanged(output: torch.Tensor, buffer: torch.Tensor, **_: Any) -> None:
+        count("all_to_all", buffer)
+        output.copy_(buffer)
+
     def arrived(buffer: torch.Tensor, *_: Any, **__: Any) -> Sent:
         count("receive", buffer)
         buffer.zero_()
@@ -83,6 +87,7 @@ def nobody_else() -> Iterator[Messages]:
         patch.setattr(dist, "isend", sent)
         patch.setattr(dist, "irecv", arrived)
         patch.setattr(collectives, "_all_gather", gathered)
+        patch.setattr(dist, "all_to_all_single", exchanged)
         patch.setattr(collectives, "_reduce_scatter", scattered)
         patch.setattr(Pipeline, "broadcast_metrics", lambda _, metrics: metrics)
         yield found
@@ -135,19 +140,18 @@ class LoneRank:
     ) -> None:
         self.placement = placement
         strategy = placement.strategy
-        single = make_single_rank_group()
-        data = _group(strategy.dp, placement.item_index(rank))
         tensor = _group(strategy.tp, placement.index(rank, "tp"))
         pipeline = _group(strategy.pp, placement.stage(rank))
         self.model = Model(
             build_layout(model.shape, model.head, placement),
             rank,
-            ParallelGroups(
-                data=data,
+            ParallelGroups.of_single_rank(
+                data=_group(strategy.dp, placement.item_index(rank)),
+                context=_group(strategy.cp, placement.index(rank, "cp")),
+                copies=_group(strategy.copies, placement.copy_index(rank)),
                 tensor=tensor,
                 pipeline=pipeline,
                 reverse_pipeline=pipeline,
-                mesh=single,
                 embedding=pipeline if strategy.pp > 1 else None,
             ),
             dtype=find_torch_dtype(model.dtype),

@@ -68,13 +68,20 @@ def make_cluster(nodes: int = 1, per_node: int = 8, *, cpu: bool = False, **rate
 
 
 def place(
-    dp: int = 1, tp: int = 1, pp: int = 1, *, tokens: int = 1 << 20, sp: bool = False, recompute: bool = False
+    dp: int = 1,
+    tp: int = 1,
+    pp: int = 1,
+    *,
+    cp: int = 1,
+    tokens: int = 1 << 20,
+    sp: bool = False,
+    recompute: bool = False,
 ) -> Placement:
     """A placement from rank 0 on."""
     strategy = Strategy(
-        dp=dp, tp=tp, pp=pp, micro_batch_tokens=tokens, sequence_parallel=sp, recompute=recompute
+        dp=dp, cp=cp, tp=tp, pp=pp, micro_batch_tokens=tokens, sequence_parallel=sp, recompute=recompute
     )
-    return Placement(Mesh(0, dp * tp * pp), strategy)
+    return Placement(Mesh(0, strategy.size), strategy)
 
 
 def store(

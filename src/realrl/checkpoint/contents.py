@@ -198,10 +198,10 @@ def _add_replicated(state: dict[str, TensorPieces], role: str, model: Model, hel
 def list_counted(model: Model, held: LocalSet) -> Iterator[tuple[LocalTensor, int, Tensor]]:
     """List the elements of a parameter set that this rank counts: the tensor, the first element, and flat values.
 
-    All ranks of the model together count every element once. If n data-parallel ranks have equal copies, each of
-    them counts every n-th tensor.
+    All ranks of the model together count every element once. If n ranks have equal copies, each of them counts
+    every n-th tensor.
     """
-    data, placement = model.groups.data, held.layout.placement
+    copies, placement = model.groups.copies, held.layout.placement
     if placement.is_copy(model.rank):
         return
     sharded = placement.strategy.shards_parameters
@@ -209,7 +209,7 @@ def list_counted(model: Model, held: LocalSet) -> Iterator[tuple[LocalTensor, in
     for i, local in enumerate(held.layout.tensors(model.rank)):
         first, end = find_counted_elements(model, local)
         end = min(end, local.region.numel)
-        if (sharded or i % data.size == data.index) and first < end:
+        if (sharded or i % copies.size == copies.index) and first < end:
             start = held.buffer.offset(local.region.tensor)
             yield local, first, flat[start + first : start + end]
 

@@ -25,8 +25,7 @@ from realrl.layout.layout import Layout, build_layout
 from realrl.layout.sets import BASE, WHOLE, TrainablePart, build_parameter_sets
 from realrl.layout.shard import Shard
 from realrl.model.arithmetic.ops import PLAIN, Products
-from realrl.model.group import make_single_rank_group
-from realrl.model.packing import Packing
+from realrl.model.packing import Packing, count_own_tokens
 from realrl.model.routing import LIKELIEST, Routing
 from realrl.model.transformer import Transformer
 from realrl.plan.placement import Mesh, Placement, Strategy
@@ -76,10 +75,15 @@ class Model:
         self.gathered: GatheredParameters | None = None
         """Parameters that this rank gathers section by section to compute with them; None without ZeRO-3."""
         if layout.placement.strategy.shards_parameters:
-            self.gathered = GatheredParameters(self.sets, self.shard, rank, groups.data)
+            self.gathered = GatheredParameters(self.sets, self.shard, rank, groups.copies)
         weights = self.parameters.fused if self.gathered is None else self.gathered.fused
         self.transformer = Transformer(
-            self.shard, weights, groups.tensor, products, sequence_parallel=self.sequence_parallel
+            self.shard,
+            weights,
+            groups.tensor,
+            products,
+            context_group=groups.context,
+            sequence_parallel=self.sequence_parallel,
         )
         self.passes: ShardedPasses | None = None
         """Hooks that gather parameters during passes; None without ZeRO-3."""
@@ -122,6 +126,11 @@ class Model:
     def resident(self) -> bool:
         """Whether all parameters are in device memory, neither freed nor offloaded."""
         return all(of.resident for of in self.sets.values())
+
+    def pack(self, rows: Ragged) -> Packing:
+        """Pack token rows for the passes of this rank; context-parallel ranks divide their tokens."""
+        context = self.groups.context
+        return Packing.of(rows.lengths, self.device, index=context.index, ranks=context.size)
 
     def forward(
         self,
@@ -181,6 +190,7 @@ class Model:
     def count_hidden_rows(self, tokens: int) -> int:
         """Count the rows of hidden states that a rank exchanges with the next stage for a micro-batch of `tokens`
         tokens."""
+        tokens = count_own_tokens(tokens, self.groups.context.size)
         return -(-tokens // self.shard.tp) if self.sequence_parallel else tokens
 
     def receive_activations(self, tokens: Sequence[int]) -> Iterator[Tensor | None]:
@@ -262,7 +272,7 @@ class Model:
     ) -> dict[str, Ragged]:
         """Run a micro-batch of an inference call; returns outputs on the last stage only."""
         rows = method.sequences(part)
-        packing = Packing.of(rows.lengths, self.device)
+        packing = self.pack(rows)
         routing = sampled.make_routing(self.shard, rows, packing)
         hidden = self.forward(rows, packing, next(received), routing=routing)
         if self.shard.last:
@@ -287,10 +297,7 @@ def make_unsharded_model(
 ) -> Model:
     """Make a model that is whole on one rank, for use outside a run."""
     placement = Placement(Mesh(0, 1), Strategy())
-    single = make_single_rank_group()
-    groups = ParallelGroups(
-        data=single, tensor=single, pipeline=single, reverse_pipeline=single, mesh=single, embedding=None
-    )
+    groups = ParallelGroups.of_single_rank()
     layout = build_layout(shape, head, placement)
     return Model(
         layout,

@@ -1,7 +1,7 @@
 """Process groups of a placement, and this rank's index in them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from realrl.model.group import Group, make_single_rank_group
 from realrl.plan.communicators import RankSet, list_own_rank_sets
@@ -12,6 +12,8 @@ from realrl.plan.placement import Placement
 class ParallelGroups:
     """Groups of one rank under a placement.
 
+    Ranks of `data` divide the items of a batch, and ranks of `context` the tokens of a micro-batch. `copies` has
+    both kinds: all ranks that compute with the same parameters.
     `reverse_pipeline` has the ranks of `pipeline`, last stage first; on gloo it is a second connection, for
     gradients and tokens that flow backwards. `embedding` has the ranks of the first and the last stage of the
     pipeline, or is None if this rank is on neither. It is Megatron's embedding group, for tied embeddings. `mesh`
@@ -19,11 +21,20 @@ class ParallelGroups:
     """
 
     data: Group
+    context: Group
+    copies: Group
     tensor: Group
     pipeline: Group
     reverse_pipeline: Group
     mesh: Group
     embedding: Group | None
+
+    @classmethod
+    def of_single_rank(cls, rank: int = 0, **others: Group | None) -> "ParallelGroups":
+        """Make the groups of a rank that is alone in all groups except `others`."""
+        single = make_single_rank_group(rank)
+        groups = {field.name: single for field in fields(cls)} | {"embedding": None}
+        return cls(**groups | others)  # type: ignore[arg-type]
 
 
 def select_groups(placement: Placement, rank: int, groups: Mapping[RankSet, Group]) -> ParallelGroups:
@@ -36,6 +47,8 @@ def select_groups(placement: Placement, rank: int, groups: Mapping[RankSet, Grou
     }
     return ParallelGroups(
         data=own["data"],
+        context=own["context"],
+        copies=own["copies"],
         tensor=own["tensor"],
         pipeline=own["pipeline"],
         reverse_pipeline=own["reverse_pipeline"],

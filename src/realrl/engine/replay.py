@@ -57,7 +57,10 @@ class SampledItems:
         count = differs.cumsum(0)
         starts = torch.arange(len(tokens), device=tokens.device) - packing.positions
         before = count[starts] - differs[starts].long()
-        return ReplayedRouting(torch.where((count > before)[:, None, None], NONE_CHOSEN, experts))
+        experts = torch.where((count > before)[:, None, None], NONE_CHOSEN, experts)
+        if packing.share is not None:
+            experts = packing.share.select(experts, padding=NONE_CHOSEN)
+        return ReplayedRouting(experts)
 
     def _pack(self, lengths: Sequence[int], shard: Shard) -> tuple[Tensor, Tensor]:
         """Pack sampled tokens and their experts as rows of these lengths. -> [T], [T, layers of the stage, k]"""

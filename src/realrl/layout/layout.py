@@ -73,7 +73,7 @@ class Layout:
         strategy = self.placement.strategy
         if not strategy.shards_parameters:
             return stack
-        return cut_rows(stack, strategy.dp, self.placement.item_index(rank))
+        return cut_rows(stack, strategy.copies, self.placement.copy_index(rank))
 
     def list_parts(self, spec: TensorSpec) -> list[LocalTensor]:
         """List the parts into which ranks divide a global tensor; a single part if it has no partition."""

@@ -19,7 +19,7 @@ from realrl.model.cpu.sequence_attention import attend_backward, attend_forward
 from realrl.model.gpu.path import has_flash_attention, on_gpu
 from realrl.model.gpu.scored_attention import ScoredAttention
 from realrl.model.kv_cache import PagedCache
-from realrl.model.packing import Packing, PaddedHeads
+from realrl.model.packing import Packing, PaddedHeads, Spans
 from realrl.model.paged_attention import attend_to_runs, count_run_rows
 
 _LOG2_E = 1.4426950408889634
@@ -88,7 +88,7 @@ def _attend_padded(qkv: Tensor, padded: PaddedHeads, rule: AttentionRule) -> Ten
 class _Attention:
     """Arguments of the functions below that autograd does not track."""
 
-    packing: Packing
+    spans: Spans
     heads: int
     kv_heads: int
     rule: AttentionRule
@@ -96,36 +96,52 @@ class _Attention:
 
 class _SequenceAttention(Function):
     """Attention on a CPU. For the backward pass, it saves its output and one number per query: the logarithm of the
-    softmax's denominator."""
+    softmax's denominator.
+
+    Keys and values are in `kv`, or beside the queries in `q` if `kv` is None.
+    """
 
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, sinks: Tensor | None, of: _Attention) -> Tensor:
-        heads, kv_heads, packing = of.heads, of.kv_heads, of.packing
-        ctx.sizes = heads, kv_heads, qkv.shape[1] // (heads + 2 * kv_heads), packing.max_length
-        ctx.starts = packing.starts
+    def forward(ctx: Any, q: Tensor, kv: Tensor | None, sinks: Tensor | None, of: _Attention) -> Tensor:
+        heads, kv_heads, spans = of.heads, of.kv_heads, of.spans
+        dim = q.shape[1] // (heads + 2 * kv_heads) if kv is None else kv.shape[1] // (2 * kv_heads)
+        ctx.sizes = heads, kv_heads, dim, max(spans.keys)
+        ctx.starts = spans.starts
         ctx.bounds = of.rule.bounds
-        wide = qkv.float()
-        out, sums = torch.empty(len(qkv), heads * ctx.sizes[2]), torch.empty(len(qkv), heads)
-        pieces = len(packing.lengths) * kv_heads
-        attend_forward(pieces, wide, ctx.starts, *ctx.sizes, *of.rule.for_kernel(heads), out, sums, claim=1)
-        out = out.to(qkv.dtype)
-        ctx.save_for_backward(qkv, out, sums, sinks)
+        out, sums = torch.empty(len(q), heads * dim), torch.empty(len(q), heads)
+        pieces, sources = len(spans.keys) * kv_heads, _find_sources(q.float(), kv, heads * dim)
+        attend_forward(
+            pieces, *sources, *ctx.starts, *ctx.sizes, *of.rule.for_kernel(heads), out, sums, claim=1
+        )
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, kv, out, sums, sinks)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        qkv, out, sums, sinks = ctx.saved_tensors
-        grad_qkv = torch.empty(qkv.shape)
-        qkv, out, sums, wide = (of.float().contiguous() for of in (qkv, out, sums, grad))
-        pieces = (len(ctx.starts) - 1) * ctx.sizes[1]
-        attend_backward(pieces, qkv, ctx.starts, *ctx.sizes, *ctx.bounds, out, sums, wide, grad_qkv, claim=1)
+        q, kv, out, sums, sinks = ctx.saved_tensors
+        heads, kv_heads, dim, _ = ctx.sizes
+        grad_q, grad_kv = torch.empty(q.shape), None if kv is None else torch.empty(kv.shape)
+        q, out, sums, wide = (of.float().contiguous() for of in (q, out, sums, grad))
+        sources, targets = (
+            _find_sources(of, beside, heads * dim) for of, beside in ((q, kv), (grad_q, grad_kv))
+        )
+        attend_backward(
+            (len(ctx.starts[0]) - 1) * kv_heads, *sources, *ctx.starts, *ctx.sizes, *ctx.bounds, out, sums,
+            wide, *targets, claim=1,
+        )  # fmt: skip
         grad_sinks = None
-        if sinks is not None and ctx.needs_input_grad[1]:
+        if sinks is not None and ctx.needs_input_grad[2]:
             # d loss / d sink = -sum over tokens of softmax(sink) * (out · grad_out)
             weights = torch.exp2(sinks.float() * _LOG2_E - sums)
-            sizes = (len(out), ctx.sizes[0], ctx.sizes[2])
-            grad_sinks = -(weights * (out * wide).view(sizes).sum(2)).sum(0)
-        return grad_qkv.to(grad.dtype), grad_sinks, None
+            grad_sinks = -(weights * (out * wide).view(len(out), heads, dim).sum(2)).sum(0)
+        grad_kv = None if grad_kv is None else grad_kv.to(grad.dtype)
+        return grad_q.to(grad.dtype), grad_kv, grad_sinks, None
+
+
+def _find_sources(q: Tensor, kv: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
+    """Find the float32 queries, and keys with values, of `_SequenceAttention`. `width`: columns of the queries."""
+    return q, q[:, width:] if kv is None else kv.float()
 
 
 @cache
@@ -152,14 +168,14 @@ def _has_varlen_kernel(qkv: Tensor, dim: int) -> bool:
     return has_flash_attention(qkv.device)
 
 
-def _attend_exactly(qkv: Tensor, of: _Attention) -> Tensor:
+def _attend_exactly(qkv: Tensor, packing: Packing, of: _Attention) -> Tensor:
     """Compute `varlen_attention` without gradients, with the arithmetic of decode steps. Keys and values are stored
     in blocks first, as in a KV cache.
 
     qkv: [T, (heads + 2 kv_heads) * D] -> [T, heads * D]
     """
     _, k, v = split_heads(qkv, of.heads, of.kv_heads)
-    blocked = of.packing.arrange_blocks(count_run_rows(of.heads, of.kv_heads))
+    blocked = packing.arrange_blocks(count_run_rows(of.heads, of.kv_heads))
     cache = PagedCache(
         CacheSize(blocked.count, 1),
         layers=1,
@@ -178,10 +194,10 @@ class _ExactAttention(Function):
     forward passes need to be exact."""
 
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, sinks: Tensor | None, of: _Attention) -> Tensor:
+    def forward(ctx: Any, qkv: Tensor, packing: Packing, sinks: Tensor | None, of: _Attention) -> Tensor:
         ctx.save_for_backward(qkv, sinks)
-        ctx.of = of
-        return _attend_exactly(qkv, of)
+        ctx.packing, ctx.of = packing, of
+        return _attend_exactly(qkv, packing, of)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -192,9 +208,9 @@ class _ExactAttention(Function):
         of: _Attention = ctx.of
         rule = replace(of.rule, sinks=inputs[1] if sinks is not None else None)
         with torch.enable_grad():
-            out = varlen_attention(inputs[0], of.packing, of.heads, of.kv_heads, rule)
+            out = varlen_attention(inputs[0], ctx.packing, of.heads, of.kv_heads, rule)
         grads = torch.autograd.grad(out, inputs, grad)
-        return grads[0], grads[1] if sinks is not None else None, None
+        return grads[0], None, grads[1] if sinks is not None else None, None
 
 
 def varlen_attention(
@@ -212,24 +228,52 @@ def varlen_attention(
     qkv: [T, (heads + 2 kv_heads) * D], queries first, then keys, then values -> [T, heads * D]
     """
     if exact or not on_gpu(qkv):
-        function = _ExactAttention if exact else _SequenceAttention
-        return apply_function(function, qkv, rule.sinks, _Attention(packing, heads, kv_heads, rule))
-    q, k, v = split_heads(qkv, heads, kv_heads)
-    if not rule.needs_scores and _has_varlen_kernel(qkv, q.shape[-1]):
-        attend, options = load_packed_attention()
-        output = attend(
-            q,
-            k,
-            v,
-            cu_seq_q=packing.cu_seqlens,
-            cu_seq_k=packing.cu_seqlens,
-            max_q=packing.max_length,
-            max_k=packing.max_length,
-            window_size=(-1 if rule.window is None else rule.window - 1, 0),  # causal
-            **options,
-        )
-        return output.reshape(len(qkv), -1)
+        of = _Attention(packing.spans, heads, kv_heads, rule)
+        function, beside = (_ExactAttention, packing) if exact else (_SequenceAttention, None)
+        return apply_function(function, qkv, beside, rule.sinks, of)
+    if can_attend_to_spans(qkv, heads, kv_heads, rule):
+        return _attend_packed(*split_heads(qkv, heads, kv_heads), packing.spans, rule)
     return _attend_padded(qkv, packing.pad_heads(heads, kv_heads), rule)
+
+
+def can_attend_to_spans(qkv: Tensor, heads: int, kv_heads: int, rule: AttentionRule) -> bool:
+    """Check whether there is a kernel for `attend_to_spans`. qkv: as for `varlen_attention`"""
+    dim = qkv.shape[1] // (heads + 2 * kv_heads)
+    return not on_gpu(qkv) or (not rule.needs_scores and _has_varlen_kernel(qkv, dim))
+
+
+def attend_to_spans(
+    q: Tensor, kv: Tensor, spans: Spans, heads: int, kv_heads: int, rule: AttentionRule = CAUSAL
+) -> Tensor:
+    """Compute causal attention of some tokens: each query attends to its own token and to earlier tokens of its
+    sequence.
+
+    q: [queries, heads * D]; kv: [tokens, 2 * kv_heads * D], keys first, then values -> [queries, heads * D]
+    """
+    if not on_gpu(q):
+        of = _Attention(spans, heads, kv_heads, rule)
+        return apply_function(_SequenceAttention, q, kv, rule.sinks, of)
+    k, v = kv.view(len(kv), 2, kv_heads, -1).unbind(1)
+    return _attend_packed(q.view(len(q), heads, -1), k, v, spans, rule)
+
+
+def _attend_packed(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: AttentionRule) -> Tensor:
+    """Compute attention with torch's flash kernel for packed sequences. q: [queries, heads, D] -> [queries, heads *
+    D]"""
+    attend, options = load_packed_attention()
+    output = attend(
+        q,
+        k,
+        v,
+        cu_seq_q=spans.cu_queries,
+        cu_seq_k=spans.cu_keys,
+        max_q=max(spans.queries),
+        max_k=max(spans.keys),
+        # Causal. The kernel aligns the last query with the last key.
+        window_size=(-1 if rule.window is None else rule.window - 1, 0),
+        **options,
+    )
+    return output.reshape(len(q), -1)
 
 
 def split_heads(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from realrl.data.batch import copy_to_device
@@ -57,6 +58,146 @@ class BlockedKeys:
 
 
 @dataclass(frozen=True, eq=False)
+class Spans:
+    """Packed sequences of B spans, and the queries among their tokens: the last tokens of each sequence.
+
+    cu_queries, cu_keys: [B + 1] int32, the first query and the first token of each sequence, and their numbers.
+    """
+
+    queries: tuple[int, ...]
+    """Number of queries of each sequence, at least 1."""
+    keys: tuple[int, ...]
+    """Number of tokens of each sequence."""
+    cu_queries: Tensor
+    cu_keys: Tensor
+
+    @classmethod
+    def of(cls, queries: Sequence[int], keys: Sequence[int], device: torch.device | str) -> "Spans":
+        starts = [_find_starts(torch.tensor(lengths)).int() for lengths in (queries, keys)]
+        return cls(tuple(queries), tuple(keys), *copy_to_device(starts, torch.device(device)))
+
+    @cached_property
+    def starts(self) -> tuple[Tensor, Tensor]:
+        """`cu_queries` and `cu_keys` as int64."""
+        return self.cu_queries.long(), self.cu_keys.long()
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Neighbouring packed tokens, and the tokens that they may see: those from the start of the first token's
+    sequence to the last token."""
+
+    first_key: int
+    """Packed place of the first token that they may see."""
+    stop: int
+    """Packed place after the last token."""
+    spans: Spans
+
+
+class TokenShare:
+    """Tokens of one of several ranks that divide the T tokens of packed sequences among themselves.
+
+    The packed tokens are cut into 2n equal pieces for n ranks. Rank i has piece i and piece 2n - 1 - i. A token's
+    attention costs as much as it has earlier tokens, so this pairing balances long sequences (Llama 3, arXiv
+    2407.21783, section 3.3.2; ring-flash-attention calls it zigzag). A last sequence of padding makes the pieces
+    equal. Its tokens have the packed places from T on.
+    """
+
+    gathered: Tensor
+    """Packed place of each token of all ranks, rank by rank. [count * ranks]"""
+    order: Tensor
+    """Inverse of `gathered`: the index in it of each packed place. [count * ranks]"""
+    places: Tensor
+    """Packed place of each token of this rank. [count]"""
+    positions: Tensor
+    """Position of each of these tokens in its sequence. [count]"""
+    rows: Tensor
+    """Sequence of each of these tokens; padding has the number after the last sequence. [count]"""
+    real: Tensor
+    """Index of those of these tokens that are not padding. [N]"""
+    predicting: Tensor
+    """Index of those of these tokens that predict a next token of their sequence. [M]"""
+    targets: Tensor
+    """Packed places of the tokens that they predict. [M]"""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device | str, index: int, ranks: int) -> None:
+        self.tokens = sum(lengths)
+        self.count = count_own_tokens(self.tokens, ranks)
+        """Number of tokens of each rank, padding included."""
+        padding = self.count * ranks - self.tokens
+        self.padded_lengths = (*lengths, padding) if padding else tuple(lengths)
+        """Lengths of all sequences, padding included."""
+        self.pieces = tuple(
+            _cut_piece(self.padded_lengths, number * self.piece_tokens, self.piece_tokens, device)
+            for number in _list_pieces(index, ranks)
+        )
+        """This rank's two pieces, in the order of its tokens."""
+        starts = torch.tensor([number for rank in range(ranks) for number in _list_pieces(rank, ranks)])
+        gathered = (starts[:, None] * self.piece_tokens + torch.arange(self.piece_tokens)).flatten()
+        sizes = torch.tensor(self.padded_lengths)
+        rows = torch.arange(len(sizes)).repeat_interleave(sizes)
+        positions = torch.arange(len(rows)) - _find_starts(sizes)[rows]
+        places = gathered[index * self.count :][: self.count]
+        following = F.pad(positions[1 : self.tokens] > 0, (0, len(rows) - self.tokens + 1))[places]
+        predicting = following.nonzero().squeeze(-1)
+        tensors = [
+            gathered,
+            torch.empty_like(gathered).index_copy_(0, gathered, torch.arange(len(gathered))),
+            places,
+            positions[places],
+            rows[places],
+            (places < self.tokens).nonzero().squeeze(-1),
+            predicting,
+            places[predicting] + 1,
+        ]
+        copies = copy_to_device(tensors, torch.device(device))
+        self.gathered, self.order, self.places, self.positions, self.rows = copies[:5]
+        self.real, self.predicting, self.targets = copies[5:]
+
+    @cached_property
+    def whole(self) -> "Packing":
+        """All sequences, padding included."""
+        return Packing.of(self.padded_lengths, self.places.device)
+
+    @property
+    def piece_tokens(self) -> int:
+        return self.count // 2
+
+    def select(self, values: Tensor, padding: int = 0) -> Tensor:
+        """Select the values of this rank's tokens. [T, ...] -> [count, ...]"""
+        missing = sum(self.padded_lengths) - self.tokens
+        if missing:
+            values = F.pad(values, (*(0, 0) * (values.dim() - 1), 0, missing), value=padding)
+        return values.index_select(0, self.places)
+
+
+def count_own_tokens(tokens: int, ranks: int) -> int:
+    """Count the tokens of each of `ranks` ranks that divide packed sequences of `tokens` tokens, padding
+    included."""
+    return tokens if ranks == 1 else 2 * -(-tokens // (2 * ranks))
+
+
+def _list_pieces(rank: int, ranks: int) -> tuple[int, int]:
+    return rank, 2 * ranks - 1 - rank
+
+
+def _cut_piece(lengths: Sequence[int], start: int, count: int, device: torch.device | str) -> Piece:
+    """Cut `count` neighbouring tokens out of packed sequences, from the packed place `start` on."""
+    stop, begin, first_key = start + count, 0, start
+    queries: list[int] = []
+    keys: list[int] = []
+    for length in lengths:
+        end = begin + length
+        if begin < stop and end > start:
+            if not queries:
+                first_key = begin
+            queries.append(min(end, stop) - max(begin, start))
+            keys.append(min(end, stop) - begin)
+        begin = end
+    return Piece(first_key, stop, Spans.of(queries, keys, device))
+
+
+@dataclass(frozen=True, eq=False)
 class Packing:
     """B sequences stored back to back, T tokens in all.
 
@@ -68,21 +209,30 @@ class Packing:
     positions: Tensor
     cu_seqlens: Tensor
     target_indices: Tensor
+    share: TokenShare | None = None
+    """Tokens of this rank, if context-parallel ranks divide the tokens."""
     _padded: dict[tuple[int, int], PaddedHeads] = field(default_factory=dict)
     _blocked: dict[int, BlockedKeys] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device | str) -> "Packing":
-        """Pack sequences with these lengths, each at least 1."""
+    def of(
+        cls, lengths: Sequence[int], device: torch.device | str, *, index: int = 0, ranks: int = 1
+    ) -> "Packing":
+        """Pack sequences with these lengths, each at least 1. `ranks` context-parallel ranks divide the tokens;
+        `index` is this rank among them."""
         assert len(lengths) > 0 and min(lengths) > 0, "a packing has sequences, and each of them tokens"
         sizes = torch.tensor(lengths)
         starts = _find_starts(sizes)
         positions = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(sizes)
         # Every token except the first of its sequence is the target of a prediction.
-        index = [positions, starts.int(), positions.nonzero().squeeze(-1)]
-        positions, cu_seqlens, target_indices = copy_to_device(index, torch.device(device))
+        tensors = [positions, starts.int(), positions.nonzero().squeeze(-1)]
+        positions, cu_seqlens, target_indices = copy_to_device(tensors, torch.device(device))
         return cls(
-            lengths=tuple(lengths), positions=positions, cu_seqlens=cu_seqlens, target_indices=target_indices
+            lengths=tuple(lengths),
+            positions=positions,
+            cu_seqlens=cu_seqlens,
+            target_indices=target_indices,
+            share=TokenShare(lengths, device, index, ranks) if ranks > 1 else None,
         )
 
     @property
@@ -99,6 +249,11 @@ class Packing:
     def starts(self) -> Tensor:
         """Index of the first token of each sequence, then T. [B + 1] int64"""
         return self.cu_seqlens.long()
+
+    @cached_property
+    def spans(self) -> Spans:
+        """The sequences, of which all tokens are queries."""
+        return Spans(self.lengths, self.lengths, self.cu_seqlens, self.cu_seqlens)
 
     @cached_property
     def rows(self) -> Tensor:

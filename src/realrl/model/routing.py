@@ -3,8 +3,11 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+
+from realrl.model.group import Group, make_single_rank_group
 
 
 class Routing:
@@ -92,12 +95,15 @@ class BalancedRouting(Routing):
         rows: Tensor,
         lengths: Tensor,
         coefficient: Tensor | None,
+        group: Group | None = None,
     ) -> None:
-        """rows: [T], the sequence of each token. lengths: [B], the number of tokens of each sequence.
-        `coefficient`, a scalar, is the factor of each sequence's balance loss in the trained loss; None leaves the
-        loss out."""
+        """rows: [T], the sequence of each token, or B for padding. lengths: [B], the number of tokens of each
+        sequence. `coefficient`, a scalar, is the factor of each sequence's balance loss in the trained loss; None
+        leaves the loss out. The ranks of `group` divide the tokens of each sequence; by default one rank has them
+        all."""
         self._inner, self._counts, self._coefficient = inner, counts, coefficient
         self._rows, self._lengths = rows, lengths
+        self._group = group or make_single_rank_group()
         self._counted: set[int] = set()
         """Layers that have been counted. Recomputation routes the same tokens again, and must not count them
         twice."""
@@ -106,11 +112,11 @@ class BalancedRouting(Routing):
         """Choose the same experts as `inner`. In the backward pass, the returned scores also get the gradient of
         the balance loss."""
         probabilities, experts = self._inner.route(layer, probabilities, per_token)
-        counts = self._count(experts, probabilities.shape[1])
-        slopes = self._find_slopes(counts)
+        own = self._count(experts, probabilities.shape[1])
+        slopes = self._find_slopes(self._group.sum(own.clone()))
         if layer not in self._counted:
             self._counted.add(layer)
-            self._counts.chosen[layer] += counts.sum(0)
+            self._counts.chosen[layer] += own.sum(0)
             # A GPU's sum over tokens has a fixed order. A scatter-add by sequence would not.
             scores = probabilities.detach()
             losses = (scores * slopes[self._rows]).sum(1, dtype=torch.float64) / scores.sum(1)
@@ -121,15 +127,16 @@ class BalancedRouting(Routing):
         return probabilities, experts
 
     def _count(self, experts: Tensor, count: int) -> Tensor:
-        """Count how often the tokens of each sequence chose each expert. experts: [T, k] -> [B, E] int64"""
+        """Count how often this rank's tokens of each sequence chose each expert. experts: [T, k] -> [B, E] int64"""
         places = (self._rows[:, None] * count + experts).flatten()
-        found = torch.zeros(len(self._lengths) * count, dtype=torch.int64, device=experts.device)
-        return found.scatter_add_(0, places, torch.ones_like(places)).view(-1, count)
+        found = torch.zeros((len(self._lengths) + 1) * count, dtype=torch.int64, device=experts.device)
+        return found.scatter_add_(0, places, torch.ones_like(places)).view(-1, count)[:-1]
 
     def _find_slopes(self, counts: Tensor) -> Tensor:
         """Compute the derivative of each sequence's balance loss with respect to the probabilities of one token. It
-        is the same for all tokens of the sequence. -> [B, E]"""
-        return counts.float() * (counts.shape[1] / self._lengths.float().square())[:, None]
+        is the same for all tokens of the sequence, and 0 for padding. -> [B + 1, E]"""
+        slopes = counts.float() * (counts.shape[1] / self._lengths.float().square())[:, None]
+        return F.pad(slopes, (0, 0, 0, 1))
 
 
 class _AddGradient(Function):

@@ -54,7 +54,7 @@ class TensorParallel:
         return (
             _ReduceScatterToRegion.apply(partial, self.group)
             if self.sequence_parallel
-            else _ReduceFromRegion.apply(partial, self.group)
+            else sum_parts(partial, self.group)
         )
 
     def own_rows(self, values: Tensor) -> Tensor:
@@ -75,6 +75,11 @@ class TensorParallel:
         if self.group.size == 1 or not self.sequence_parallel:
             return x
         return _GatherFromRegion.apply(x, self.group, self.tokens, False)
+
+
+def sum_parts(partial: Tensor, group: Group) -> Tensor:
+    """Sum over ranks what each of them has a part of, if all ranks then compute the same with the sum."""
+    return _ReduceFromRegion.apply(partial, group)
 
 
 class _CopyToRegion(Function):

@@ -17,7 +17,8 @@ from realrl.model.arithmetic.autograd import checkpoint_activations
 from realrl.model.arithmetic.ops import PLAIN, Products, embed, linear
 from realrl.model.attention import find_repeated_heads, split_heads, varlen_attention
 from realrl.model.attention_rule import AttentionRule
-from realrl.model.group import Group
+from realrl.model.context_parallel import ContextParallel
+from realrl.model.group import Group, make_single_rank_group
 from realrl.model.kv_cache import PagedCache
 from realrl.model.layer import Layer, Norm, RotaryTables
 from realrl.model.logprobs import cap_logits, compute_token_logprobs, find_likeliest_tokens
@@ -59,7 +60,8 @@ class Transformer(nn.Module):
 
     `weights(*names)` returns a view of the rank's rows of the global tensors with these names, stacked. `sources`
     maps each parameter's name to the global tensors that it is stacked from. `tensor_group` has the ranks with the
-    tensor-parallel shards of this stage. `products` determines how matrices are multiplied.
+    tensor-parallel shards of this stage. `context_group` has the ranks that divide the tokens of a pass with this
+    one. `products` determines how matrices are multiplied.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Transformer(nn.Module):
         tensor_group: Group,
         products: Products = PLAIN,
         *,
+        context_group: Group | None = None,
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
@@ -76,6 +79,7 @@ class Transformer(nn.Module):
         self.shard = shard
         self.shape = shape
         self.tensor_group = tensor_group
+        self._context_group = context_group or make_single_rank_group()
         self._products = products
         self._sequence_parallel = sequence_parallel
         options = find_layer_options(shape)
@@ -150,21 +154,28 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Run one stage over packed sequences; returns [T, H], after the final norm on the last stage.
 
-        x: [T] tokens on the first stage, otherwise the output of the stage before. With sequence parallelism,
-        hidden states between stages and before the head have ceil(T / tp) rows per rank. With `recompute`, only the
-        inputs of layers are kept; the backward pass computes each layer again, communication of TP ranks included.
+        x: [T] tokens on the first stage, otherwise the output of the stage before. If CP ranks divide the tokens,
+        hidden states have only the rows of this rank's tokens (`packing.share`), and T is their number. With
+        sequence parallelism, hidden states between stages and before the head have ceil(T / tp) rows per rank. With
+        `recompute`, only the inputs of layers are kept; the backward pass computes each layer again, communication
+        of TP and CP ranks included.
         `routing` chooses the experts of mixtures.
         """
         heads = len(self.shard.queries)
         kv_heads = self.cache_kv_heads
 
-        def attend(_: int, qkv: Tensor, rule: AttentionRule) -> Tensor:
-            return varlen_attention(
-                self._repeat_kv_heads(qkv), packing, heads, kv_heads, rule, exact=self._products.exact
-            )
+        cp = self._make_cp(packing)
 
-        tp = self._make_tp(packing)
-        positions = packing.positions
+        def attend(_: int, qkv: Tensor, rule: AttentionRule) -> Tensor:
+            qkv, exact = self._repeat_kv_heads(qkv), self._products.exact
+            if cp is not None:
+                return cp.attend(qkv, heads, kv_heads, rule, exact=exact)
+            return varlen_attention(qkv, packing, heads, kv_heads, rule, exact=exact)
+
+        tp, positions = self._make_tp(packing), packing.positions
+        if cp is not None:
+            positions = cp.share.positions
+            x = cp.share.select(x) if self.shard.first else x
         return self._run_layers(x, positions, attend, tp, self._matrices, routing, recompute=recompute)
 
     def prefill(self, x: Tensor, tokens: Prefill, cache: PagedCache) -> Tensor | None:
@@ -240,7 +251,12 @@ class Transformer(nn.Module):
     def _make_tp(self, packing: Packing) -> TensorParallel:
         """Make the TP communication for training and inference. Prefill and decode steps make their own, because
         they never use sequence parallelism."""
-        return TensorParallel(self.tensor_group, len(packing.positions), self._sequence_parallel)
+        tokens = len(packing.positions) if packing.share is None else packing.share.count
+        return TensorParallel(self.tensor_group, tokens, self._sequence_parallel)
+
+    def _make_cp(self, packing: Packing) -> ContextParallel | None:
+        """Make the CP communication; None if no ranks divide the tokens."""
+        return None if packing.share is None else ContextParallel(self._context_group, packing.share)
 
     def _repeat_kv_heads(self, qkv: Tensor) -> Tensor:
         """Repeat key/value heads to one per query head, if key heads serve different numbers of query heads."""
@@ -364,12 +380,11 @@ class Transformer(nn.Module):
             rows=len(self.shard.vocabulary),
             products=self._products,
         )
-        zeros = torch.zeros(len(tokens), dtype=torch.float32, device=hidden.device)
-        full = zeros.index_copy(0, targets, logprobs[:, 0])
-        entropies = None if entropies is None else zeros.index_copy(0, targets, entropies)
+        full = self._combine(logprobs[:, 0], targets, packing)
+        entropies = None if entropies is None else self._combine(entropies, targets, packing)
         if candidates is None:
             return full, entropies, None
-        return full, entropies, zeros.new_zeros(candidates.shape).index_copy(0, targets, logprobs[:, 1:])
+        return full, entropies, self._combine(logprobs[:, 1:], targets, packing)
 
     def find_likeliest(
         self, hidden: Tensor, tokens: Tensor, packing: Packing, *, count: int, temperature: float
@@ -393,20 +408,32 @@ class Transformer(nn.Module):
             first=self.shard.vocabulary.start,
             products=self._products,
         )
-        full = logprobs.new_zeros(len(tokens)).index_copy_(0, targets, logprobs[:, 0])
-        places = (len(tokens), count)
-        ids = likeliest.new_zeros(places).index_copy_(0, targets, likeliest)
-        return full, ids, best.new_zeros(places).index_copy_(0, targets, best)
+        full = self._combine(logprobs[:, 0], targets, packing)
+        ids = self._combine(likeliest, targets, packing)
+        return full, ids, self._combine(best, targets, packing)
+
+    def _combine(self, values: Tensor, places: Tensor, packing: Packing) -> Tensor:
+        """Put the values of some packed places, which CP ranks may divide, into a tensor of all places. [N, ...] ->
+        [T, ...], 0 elsewhere"""
+        cp = self._make_cp(packing)
+        if cp is not None:
+            return cp.combine(values, places)
+        return values.new_zeros(len(packing.positions), *values.shape[1:]).index_copy_(0, places, values)
 
     def _predict(self, hidden: Tensor, tokens: Tensor, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
         """Select the N predicted positions, the hidden states that predict them, and the tokens at these positions.
+        If CP ranks divide the tokens, these are the tokens that this rank's tokens predict.
 
         -> [N], [N, H], [N, 1]
         """
-        targets = packing.target_indices
         # Position t - 1 predicts token t.
+        if packing.share is None:
+            targets = packing.target_indices
+            predicting = targets - 1
+        else:
+            targets, predicting = packing.share.targets, packing.share.predicting
         tp = self._make_tp(packing)
-        predicting = self._scale(tp.copy_to_region(hidden).index_select(0, targets - 1))
+        predicting = self._scale(tp.copy_to_region(hidden).index_select(0, predicting))
         return targets, predicting, tokens[targets, None]
 
     def _scale(self, hidden: Tensor) -> Tensor:
@@ -415,10 +442,18 @@ class Transformer(nn.Module):
         return hidden if self._logit_scale == 1 else hidden * self._logit_scale
 
     def compute_values(self, hidden: Tensor, packing: Packing) -> Tensor:
-        """Compute the scalar head's output at every position, equal on every TP rank. [T, H] -> [T] float32"""
+        """Compute the scalar head's output at every position, equal on every TP and CP rank. hidden: as returned by
+        `forward` -> [T] float32"""
         assert self.scalar_head is not None, "only the last stage of a model with a scalar head has values"
         # Values are always computed in float32, because they are trained by regression.
         hidden = self._make_tp(packing).gather_from_region(hidden).float()
         if self._products.exact:
-            return linear(hidden, self.scalar_head, products=Products(exact=True)).squeeze(-1)
-        return (hidden @ self.scalar_head.float().T).squeeze(-1)
+            values = linear(hidden, self.scalar_head, products=Products(exact=True)).squeeze(-1)
+        else:
+            values = (hidden @ self.scalar_head.float().T).squeeze(-1)
+        if packing.share is None:
+            return values
+        real = packing.share.real
+        return self._combine(
+            values.index_select(0, real), packing.share.places.index_select(0, real), packing
+        )

@@ -16,11 +16,18 @@ class Divided(StrEnum):
     """What the ranks along an axis divide among themselves."""
 
     ITEMS = "items"
-    """The records of a batch. These ranks have the same parameters, unless ZeRO-3 shards them."""
+    """The records of a batch."""
+    TOKENS = "tokens"
+    """The tokens of a micro-batch."""
     MATRICES = "matrices"
     """Heads, feed-forward units and vocabulary: the tensors that have a partition."""
     LAYERS = "layers"
     """Decoder layers: the ranks are pipeline stages."""
+
+
+COPIES = (Divided.ITEMS, Divided.TOKENS)
+"""What ranks with the same parameters divide. ZeRO shards optimizer state, gradients or parameters over these
+ranks."""
 
 
 @dataclass(frozen=True, eq=False)  # equal only to itself: the search looks axes up millions of times
@@ -37,13 +44,14 @@ class Axis:
     """Order in which coordinates number the ranks: the axis with the highest number changes fastest.
 
     Ranks that exchange the most data are neighbours. Stages are outermost, and ranks that share matrices are
-    innermost; the planner relies on this order."""
+    innermost. Ranks with the same parameters follow one another; the planner relies on this order."""
     always_written: bool = False
     """Whether text forms and files name the axis even if its degree is 1."""
 
 
 AXES: tuple[Axis, ...] = (
     Axis("dp", "d", "data parallelism", Divided.ITEMS, nesting=20, always_written=True),
+    Axis("cp", "c", "context parallelism", Divided.TOKENS, nesting=25),
     Axis("tp", "t", "tensor parallelism", Divided.MATRICES, nesting=30, always_written=True),
     Axis("pp", "p", "pipeline parallelism", Divided.LAYERS, nesting=10, always_written=True),
 )

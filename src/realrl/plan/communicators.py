@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from realrl.plan.axes import Divided, axes_dividing
+from realrl.plan.axes import COPIES, Divided, axes_dividing
 from realrl.plan.placement import Placement
 
 RankSet = tuple[int, ...]
-Role = Literal["data", "tensor", "pipeline", "reverse_pipeline", "mesh", "embedding"]
+Role = Literal["data", "context", "copies", "tensor", "pipeline", "reverse_pipeline", "mesh", "embedding"]
 
 CTAS: Mapping[Role, int] = {
-    "data": 16,
+    "data": 4,
+    "context": 16,
+    "copies": 16,
     "tensor": 16,
     "pipeline": 4,
     "reverse_pipeline": 4,
@@ -61,6 +63,10 @@ def _role_axes(role: Role) -> tuple[str, ...]:
     match role:
         case "data":
             return axes_dividing(Divided.ITEMS)
+        case "context":
+            return axes_dividing(Divided.TOKENS)
+        case "copies":
+            return axes_dividing(*COPIES)
         case "tensor":
             return axes_dividing(Divided.MATRICES)
         case "pipeline" | "reverse_pipeline" | "embedding":

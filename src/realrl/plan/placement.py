@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from realrl.config.errors import UserError
-from realrl.plan.axes import Degrees, Divided, axes_dividing, axis_names, degrees_pattern
+from realrl.plan.axes import COPIES, Degrees, Divided, axes_dividing, axis_names, degrees_pattern
 from realrl.plan.cluster import Cluster
 
 Dtype = Literal["float32", "mixed", "bfloat16"]
@@ -73,8 +73,8 @@ class Strategy:
     """Whether training checkpoints activations: it keeps only the inputs of layers, and recomputes their other
     activations."""
     zero: int
-    """Stage of ZeRO. Data-parallel ranks shard the optimizer state (stage 1), gradients too (2), or parameters too
-    (3)."""
+    """Stage of ZeRO. Ranks with the same parameters (dp and cp) shard the optimizer state (stage 1), gradients too
+    (2), or parameters too (3)."""
 
     def __init__(
         self,
@@ -98,10 +98,10 @@ class Strategy:
             raise UserError(f"strategy: {name}={size} must be at least 1")
         if zero not in ZERO_STAGES:
             raise UserError(f"strategy: zero={zero} is not one of the stages 1, 2 and 3")
-        if zero > 1 and degrees.count(*axes_dividing(Divided.ITEMS)) == 1:
+        if zero > 1 and degrees.count(*axes_dividing(*COPIES)) == 1:
             raise UserError(
-                f"strategy: zero={zero} shards over data-parallel ranks, but dp=1 is a single rank; leave zero out,"
-                " or set dp to at least 2"
+                f"strategy: zero={zero} shards over data-parallel and context-parallel ranks, but dp=1 is a single"
+                " rank; leave zero out, or set dp or cp to at least 2"
             )
         for name, given in (
             ("degrees", degrees),
@@ -117,10 +117,20 @@ class Strategy:
         """Copy the strategy with other degrees on some axes."""
         return replace(self, degrees=self.degrees.changed(by_axis))
 
+    def for_generation(self) -> "Strategy":
+        """Copy the strategy for a call that generates: context-parallel ranks take items of their own, and every
+        rank stores all parameters that it computes with."""
+        return replace(self.with_degrees(dp=self.copies, cp=1), zero=1, recompute=False)
+
     @property
     def dp(self) -> int:
         """Degree of data parallelism."""
         return self.degrees["dp"]
+
+    @property
+    def cp(self) -> int:
+        """Degree of context parallelism."""
+        return self.degrees["cp"]
 
     @property
     def tp(self) -> int:
@@ -138,21 +148,26 @@ class Strategy:
         return self.degrees.size
 
     @property
+    def copies(self) -> int:
+        """Number of data-parallel and context-parallel ranks, which compute with the same parameters."""
+        return self.degrees.count(*axes_dividing(*COPIES))
+
+    @property
     def replicas(self) -> int:
-        """Number of data-parallel ranks that store the same parameters."""
-        return 1 if self.shards_parameters else self.dp
+        """Number of these ranks that store the same parameters."""
+        return 1 if self.shards_parameters else self.copies
 
     @property
     def shards_parameters(self) -> bool:
-        """Whether each data-parallel rank stores a part of the parameters, and gathers the other parts layer by
+        """Whether each of these ranks stores a part of the parameters, and gathers the other parts layer by
         layer."""
         return self.zero == 3
 
     @property
     def storing_axes(self) -> tuple[str, ...]:
         """Axes whose ranks store different parameters, outermost first."""
-        items = (Divided.ITEMS,) if self.shards_parameters else ()
-        return axes_dividing(Divided.LAYERS, *items, Divided.MATRICES)
+        copies = COPIES if self.shards_parameters else ()
+        return axes_dividing(Divided.LAYERS, *copies, Divided.MATRICES)
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -201,6 +216,10 @@ class Placement:
         data-parallel coordinate."""
         return self.index(rank, *axes_dividing(Divided.ITEMS))
 
+    def copy_index(self, rank: int) -> int:
+        """Find the index of a global rank of the mesh among the ranks that compute with the same parameters."""
+        return self.index(rank, *axes_dividing(*COPIES))
+
     def stage(self, rank: int) -> int:
         """Find the pipeline stage of a global rank of the mesh."""
         return self.index(rank, *axes_dividing(Divided.LAYERS))
@@ -213,7 +232,7 @@ class Placement:
     @property
     def output_ranks(self) -> tuple[int, ...]:
         """Ranks that have the outputs: for each share of a batch, the first rank of the last stage that works on
-        it."""
+        it. Context-parallel ranks all have whole outputs."""
         last = self.rank(**{axis: self.strategy.degrees[axis] - 1 for axis in axes_dividing(Divided.LAYERS)})
         return tuple(last + offset for offset in self.strategy.degrees.offsets(*axes_dividing(Divided.ITEMS)))
 

@@ -219,6 +219,12 @@ class Plan:
                     f"plan: {call.name}: zero=3 would gather all parameters for every token that is generated;"
                     f" leave it out: {call.role} is reallocated if its other calls have zero=3"
                 )
+            if call.kind is Kind.GENERATE and strategy.cp > 1:
+                raise UserError(
+                    f"plan: {call.name}: cp={strategy.cp} divides the tokens of sequences that are given;"
+                    f" generation adds one token at a time, so leave cp out: {call.role} is reallocated if its"
+                    " other calls have it"
+                )
         training = [call.name for call in calls if call.kind is Kind.TRAIN]
         if len({(self[name].layout, self[name].strategy.zero) for name in training}) > 1:
             raise UserError(
@@ -253,8 +259,11 @@ class Plan:
                 place = self[call.name]
             else:
                 place = function_placement(Mesh(0, self.cluster.size))
-            sharded = place.strategy.shards_parameters and call.kind is not Kind.GENERATE
-            strategy = replace(place.strategy, recompute=False, zero=3 if sharded else 1)
+            strategy = place.strategy
+            if call.kind is Kind.GENERATE:
+                strategy = strategy.for_generation()
+            else:
+                strategy = replace(strategy, recompute=False, zero=3 if strategy.shards_parameters else 1)
             placements[call.name] = replace(place, strategy=strategy)
         offloads = (
             tuple(role for role in chosen if role in eval_graph.roles)

@@ -193,7 +193,7 @@ class Memory:
             # Under ZeRO-2 and ZeRO-3 a rank accumulates and updates only the rows that it would store under
             # ZeRO-3.
             number = self._parameters(role, name, updated, rank)
-            counted = count_training_state(strategy.zero, strategy.dp, number, stored.element_bytes)
+            counted = count_training_state(strategy.zero, strategy.copies, number, stored.element_bytes)
             size = counted.kept if host else counted.bytes
         else:
             number = self._parameters(role, name, placement, rank)
@@ -238,16 +238,16 @@ class TrainingState:
         return self.gradients + self.optimizer
 
 
-def count_training_state(zero: int, dp: Any, elements: Any, element_bytes: int) -> TrainingState:
+def count_training_state(zero: int, copies: Any, elements: Any, element_bytes: int) -> TrainingState:
     """Count the bytes of gradients and optimizer state on a rank that accumulates the gradients of `elements`
-    parameters.
+    parameters. `copies` ranks have the same parameters.
 
     Under ZeRO-1, `elements` counts all parameters that the rank computes with; otherwise, only the parameters that
     it updates. `element_bytes` is the width of a parameter. Float32 master weights exist for narrower parameters,
     and under ZeRO-2, which updates a copy of a rank's part.
     """
     masters = element_bytes < _FLOAT32 or zero == 2
-    parts, divisor = 2 + masters, dp if zero == 1 else 1
+    parts, divisor = 2 + masters, copies if zero == 1 else 1
     reduced = divisor > 1
     return TrainingState(
         gradients=_FLOAT32 * elements,

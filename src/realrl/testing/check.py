@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from realrl.config.script_objects import load_objects
 from realrl.config.yaml_file import dump_yaml
 from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
+from realrl.plan.axes import Degrees
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy, function_placement
 from realrl.plan.plan import Plan
@@ -52,10 +54,10 @@ def check_algorithm(
     1. The algorithm's description agrees with its graphs and methods, and every call has a method.
     2. Programs of all presets on clusters of 1 to 8 devices cannot deadlock, and every call finds its data.
     3. Two training steps and evaluations give the same metrics, within `tolerance`, in one process and in several.
-       The plans with several processes are: symmetric, two TP ranks, two pipeline stages, and each role on its own
-       devices. At most `processes` are started. If there are more roles than processes, only training gets its own
-       devices. Small micro-batches give the same metrics too.
-       If the recipe hands on samples in portions, a run with portions gives the same metrics, too.
+       The plans with several processes are: symmetric, two CP ranks, two TP ranks, two pipeline stages, and each
+       role on its own devices. At most `processes` are started. If there are more roles than processes, only
+       training gets its own devices. Small micro-batches give the same metrics too. If the recipe hands on samples
+       in portions, a run with portions gives the same metrics, too.
     4. A run whose algorithm is rebuilt after each step also gives the same metrics. `load_state_dict` receives what
        `state_dict` returned on the first rank of the first train call. Weights and optimizer state are kept,
        because they do not belong to the algorithm.
@@ -357,33 +359,39 @@ def make_uniform_plan(
     graph: DataflowGraph,
     cluster: Cluster,
     *,
-    tp: int = 1,
-    pp: int = 1,
     zero: int = 1,
     micro_batch_tokens: int,
+    **degrees: int,
 ) -> Plan:
-    """Make the plan that runs all calls on all devices with one strategy; functions run on all hosts.
+    """Make the plan that runs all calls on all devices with one strategy; functions run on all hosts. `degrees`
+    are degrees of parallelism by axis, apart from `dp`.
 
-    Calls that do not support the ZeRO stage `zero`, such as generation, use stage 1.
+    Calls that do not support the ZeRO stage `zero` use stage 1. Generation also has data parallelism in place of
+    context parallelism.
     """
     everywhere = Mesh(0, cluster.size)
-    plain = Strategy(dp=cluster.size // (tp * pp), tp=tp, pp=pp, micro_batch_tokens=micro_batch_tokens)
-    stages = {Kind.TRAIN: zero, Kind.INFERENCE: 1 if zero == 2 else zero}
+    dp = cluster.size // prod(degrees.values())
+    plain = Strategy(degrees=Degrees.of({"dp": dp, **degrees}), micro_batch_tokens=micro_batch_tokens)
+    strategies = {
+        Kind.TRAIN: replace(plain, zero=zero),
+        Kind.INFERENCE: replace(plain, zero=1 if zero == 2 else zero),
+        Kind.GENERATE: plain.for_generation(),
+    }
     placements = {
         call.name: function_placement(everywhere)
         if call.is_function
-        else Placement(everywhere, replace(plain, zero=stages.get(call.kind, 1)))
+        else Placement(everywhere, strategies[call.kind])
         for call in graph.calls
     }
     return Plan(cluster, placements)
 
 
 def list_run_cases(graph: DataflowGraph, micro_batch_tokens: int, most: int) -> Iterator[Case]:
-    """List the plans to train under: symmetric, two TP ranks, two pipeline stages, and each role on its own
-    devices. If the last plan needs more than `most` devices, only training gets its own devices."""
+    """List the plans to train under: symmetric, two CP ranks, two TP ranks, two pipeline stages, and each role
+    on its own devices. If the last plan needs more than `most` devices, only training gets its own devices."""
     two = Cluster(1, 2)
     yield Case("symmetric", PRESETS["symmetric"](graph, two, micro_batch_tokens, {}))
-    for name in ("tp", "pp"):
+    for name in ("cp", "tp", "pp"):
         plan = make_uniform_plan(graph, two, **{name: 2}, micro_batch_tokens=micro_batch_tokens)
         yield Case(f"{name}=2", plan)
     apart, cluster = "disjoint", Cluster(1, max(2, len(graph.roles)))

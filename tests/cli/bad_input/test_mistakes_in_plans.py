@@ -32,7 +32,7 @@ PLACEMENTS: list[tuple[str, str]] = [
     ("{mesh: 0, dp: 1, ep: 2}", "ep: unknown key; known keys are mesh, "),
     ("{mesh: 0, dp: 1, dtype: fp8}", "'fp8' is not 'float32', 'mixed' or 'bfloat16'"),
     ("{mesh: 0, dp: 1, recompute: true}", "recompute is for calls that train"),
-    ("{mesh: 0, dp: 1, zero: 3}", "zero=3 shards over data-parallel ranks, but dp=1 is a single rank"),
+    ("{mesh: 0, dp: 1, zero: 3}", "zero=3 shards over data-parallel and context-parallel ranks, but"),
     ("{mesh: 0-1, dp: 2, zero: 2}", "zero=2 shards gradients, which only calls that train have"),
     ("{mesh: 0-1, dp: 2, zero: 0}", "reward.inference: zero: 0 is not 1, 2 or 3"),
     ("{mesh: 0, dp: 1, recompute: 1}", "recompute: 1 is not true or false"),
@@ -71,6 +71,10 @@ PLANS: list[tuple[str, str]] = [
     (
         CALLS.replace("actor.generate: {mesh: 0-1, dp: 2}", "actor.generate: {mesh: 0-1, dp: 2, zero: 3}"),
         "actor.generate: zero=3 would gather all parameters for every token that is generated",
+    ),
+    (
+        CALLS.replace("actor.generate: {mesh: 0-1, dp: 2}", "actor.generate: {mesh: 0-1, dp: 1, cp: 2}"),
+        "actor.generate: cp=2 divides the tokens of sequences that are given",
     ),
     (
         CALLS.replace("actor.train: {mesh: 0-1, dp: 2}", "actor.train: {mesh: 0-1, dp: 2, dtype: bfloat16}"),

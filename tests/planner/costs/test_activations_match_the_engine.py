@@ -68,10 +68,12 @@ NEW_TOKENS = 24
 
 
 def place(words: Sequence[str], tokens: int = 1 << 20) -> Placement:
-    """`dp tp pp`, with s for sequence parallelism, r for recomputation, and the stage of ZeRO."""
+    """`dp tp pp`, with c and the degree of context parallelism, s for sequence parallelism, r for recomputation,
+    and the stage of ZeRO."""
     dp, tp, pp, *flags = " ".join(words).split()
     strategy = Strategy(
         dp=int(dp),
+        cp=next((int(flag[1:]) for flag in flags if flag[0] == "c"), 1),
         tp=int(tp),
         pp=int(pp),
         micro_batch_tokens=tokens,
@@ -136,6 +138,24 @@ def test_sections_of_zero_2_and_3_take_the_predicted_bytes(
     check("train", model, place([strategy], 220), SHORT, over=0.1)
     if "3" in strategy:
         check("inference", model, place([strategy], 220), SHORT)
+
+
+@pytest.mark.parametrize("kind", ["train", "inference"])
+@pytest.mark.parametrize(
+    ("strategy", "lengths"),
+    [
+        ("1 1 1 c2", (40, 700, 300, 560)),
+        ("1 1 1 c4 r", (40, 700, 300, 560)),
+        ("1 2 1 c2 s", (1600,)),
+        ("1 1 2 c2", (1600,)),
+        ("1 1 1 c4", (1600,)),
+        ("2 1 1 c2 3", (40, 700, 300, 560)),
+    ],
+)
+def test_context_parallel_ranks_take_the_predicted_bytes(
+    kind: str, strategy: str, lengths: tuple[int, ...]
+) -> None:
+    check(kind, StoredModel(GROUPED, "lm", "float32", True), place([strategy]), lengths)
 
 
 def test_finished_rows_keep_no_memory() -> None:

@@ -31,13 +31,19 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
 }
 PLANS: Mapping[int, tuple[str, ...]] = {
     1: ("symmetric",),
-    2: ("2 1 1 3", "1 1 2", "2 1 1 2"),
-    3: ("1 3 1", "separate"),
-    8: ("2 2 2", "interleave"),
+    2: ("2 1 1 1 3", "1 1 1 2", "2 1 1 1 2", "1 2 1 1"),
+    3: ("1 1 3 1", "separate", "1 3 1 1 3"),
+    8: ("2 1 2 2", "interleave"),
 }
-"""Number of processes -> presets, and dp, tp, pp and the stage of ZeRO of uniform plans, of which algorithms take
-turns."""
-STARTS = {"sft": "2 2 1", "reward": "2 2 1 2", "dpo": "4 1 1 3", "grpo": "2 1 2 2", "ppo": "2 2 1 3"}
+"""Number of processes -> presets, and dp, cp, tp, pp and the stage of ZeRO of uniform plans, of which algorithms
+take turns."""
+STARTS = {
+    "sft": "2 1 2 1",
+    "reward": "2 1 2 1 2",
+    "dpo": "4 1 1 1 3",
+    "grpo": "1 2 1 2 2",
+    "ppo": "2 1 2 1 3",
+}
 """Algorithm -> the uniform plan, on 4 processes, that its checkpoint is written under."""
 FEW = ("dpo", "ppo")
 """Algorithms that go on with more than three processes, which take long: one model, and four."""
@@ -56,10 +62,10 @@ def write_recipe(world: World, algorithm: str, directory: Path, devices: int, pl
         changes["models__actor__optimizer"] = OPTIMIZER
     changes["data__eval"] = str(world.root / f"{FORMS.get(algorithm, 'ppo')}.jsonl")
     if plan not in PRESETS:
-        dp, tp, pp, *stage = map(int, plan.split())
+        dp, cp, tp, pp, *stage = map(int, plan.split())
         graph = build_graph(load_experiment(str(world.recipe(algorithm, directory, **changes))))
-        cluster, zero = Cluster(1, dp * tp * pp), stage[0] if stage else 1
-        made = make_uniform_plan(graph, cluster, tp=tp, pp=pp, zero=zero, micro_batch_tokens=256)
+        cluster, zero = Cluster(1, dp * cp * tp * pp), stage[0] if stage else 1
+        made = make_uniform_plan(graph, cluster, cp=cp, tp=tp, pp=pp, zero=zero, micro_batch_tokens=256)
         made.save(directory / "plan.yaml", graph)
         plan = str(directory / "plan.yaml")
     return world.recipe(algorithm, directory, plan=plan, **changes)

@@ -26,6 +26,11 @@ calls:
   actor.generate: {{mesh: 0-1, dp: 1, pp: 2, micro_batch_tokens: 150}}
   actor.train: {{mesh: 0-1, dp: 2, micro_batch_tokens: 200}}
 {OTHERS}""",
+    "cp": f"""cluster: 1x2
+calls:
+  actor.generate: {{mesh: 0-1, dp: 2, micro_batch_tokens: 90}}
+  actor.train: {{mesh: 0-1, dp: 1, cp: 2, micro_batch_tokens: 60}}
+{OTHERS}""",
 }
 """Plans in which generation and training see batches of other sizes, and the cache holds a few rows."""
 SETTINGS = {
@@ -54,7 +59,7 @@ def recipes(world: World, tmp_path_factory: pytest.TempPathFactory) -> Mapping[s
     root = tmp_path_factory.mktemp("exact")
     found = {plan: write(world, root / plan, plan) for plan in PLANS}
     run_on_ranks(1, [found["one"]])
-    run_on_ranks(2, [found["dp"], found["pp"]])
+    run_on_ranks(2, [found["dp"], found["pp"], found["cp"]])
     return found
 
 

@@ -1,5 +1,6 @@
 """PPO samples the same tokens and learns the same under every plan, on 1 to 8 processes."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import yaml
 
 from realrl.plan.cluster import Cluster
+from realrl.plan.placement import Placement
 from realrl.testing.ranks import Tokens, run_on_ranks, sampled
 from realrl.testing.records import NOUNS
 from tests.conftest import PPO_CALLS, World, build_world, read_metrics, write_jsonl
@@ -32,7 +34,8 @@ NEAR_ZERO = {"kl": 1e-5, "policy_loss_per_token": 1e-6, "loss": 1e-6}
 
 @dataclass(frozen=True)
 class Case:
-    """A cluster, and either a preset or the text of each call's placement, in the order of PPO_CALLS."""
+    """A cluster, and either a preset or the text of each call's placement without a micro-batch, in the order of
+    PPO_CALLS."""
 
     cluster: str
     plan: str | tuple[str, ...]
@@ -58,16 +61,28 @@ CASES = {
     "2 heuristic": Case("1x2", "heuristic"),
     "2 two stages, everything offloaded": Case("1x2", everywhere("d1 t1 p2 @0-1"), ALL_OFFLOADED),
     "2 training recomputed": Case("1x2", (*["d1 t2 p1 @0-1"] * 4, "d1 t2 p1 @0-1 rc", "d1 t1 p2 @0-1 rc")),
+    "2 contexts": Case(
+        "1x2",
+        (
+            "d2 t1 p1 @0-1",
+            "d1 c2 t1 p1 @0-1",
+            "d1 c2 t1 p1 z3 @0-1",
+            "d1 t1 p2 @0-1",
+            "d1 c2 t1 p1 @0-1",
+            "d1 c2 t1 p1 @0-1",
+        ),
+        {"keep": ["actor"], "offload_optimizer": ["actor"]},
+    ),
     "2 deepspeed-chat": Case("1x2", "deepspeed-chat"),
     "4 openrlhf": Case("2x2", "openrlhf"),
     "4 stages of ZeRO, everything offloaded": Case(
         "1x4",
         (
             "d1 t4 p1 @0-3",
-            "d4 t1 p1 @0-3 z3",
-            "d2 t1 p1 @2-3 z3",
-            "d2 t1 p2 @0-3 z3",
-            "d2 t2 p1 @0-3 z3 rc",
+            "d4 t1 p1 z3 @0-3",
+            "d2 t1 p1 z3 @2-3",
+            "d2 t1 p2 z3 @0-3",
+            "d2 t2 p1 z3 @0-3 rc",
             "d2 t1 p2 @0-3 z2",
         ),
         ALL_OFFLOADED,
@@ -171,10 +186,14 @@ def recipe(world: World, directory: Path, name: str, case: Case) -> Path:
         document: dict[str, object] = {"cluster": case.cluster, "calls": {}, **(case.extras or {})}
         calls = {}
         for call, text in zip(PPO_CALLS, case.plan, strict=True):
-            dp, tp, pp, mesh, *flags = text.split()
-            calls[call] = {"mesh": mesh[1:], "dp": int(dp[1:]), "tp": int(tp[1:]), "pp": int(pp[1:])}
-            calls[call] |= {"recompute": True} if "rc" in flags else {}
-            calls[call] |= {"zero": int(flags[0][1:])} if flags and flags[0][0] == "z" else {}
+            place = Placement.parse(re.sub(r"@\S+", r"\g<0> mb=256", text))
+            strategy = place.strategy
+            calls[call] = {
+                "mesh": str(place.mesh),
+                **strategy.degrees.named(),
+                "recompute": strategy.recompute,
+                "zero": strategy.zero,
+            }
         document["calls"] = calls
         plan = str(directory / f"{stem}.plan.yaml")
         Path(plan).write_text(yaml.safe_dump(document))

@@ -37,8 +37,8 @@ calls:
   actor.generate: {mesh: 0-1, dp: 1, tp: 2}
   reward.inference: {mesh: 0-1, dp: 2, zero: 3}
   ref.inference: {mesh: 0-1, dp: 2, zero: 3}
-  actor.inference: {mesh: 0-1, dp: 2, zero: 3}
-  actor.train: {mesh: 0-1, dp: 2, zero: 3, recompute: true}
+  actor.inference: {mesh: 0-1, dp: 1, cp: 2, zero: 3}
+  actor.train: {mesh: 0-1, dp: 1, cp: 2, zero: 3, recompute: true}
 """
 MISMATCH = "actor.train/sampler_trainer_mismatch"
 

@@ -33,7 +33,9 @@ class ExpertBalance:
 
         `sequences` is the number of sequences of the mini-batch on all data-parallel ranks.
         """
-        self._sequences += len(packing.lengths)
+        context = self._model.groups.context
+        if context.index == 0:
+            self._sequences += len(packing.lengths)
         coefficient = None
         if self._coefficient:
             # Every TP rank computes the whole gradient, and these gradients are summed later. So each gradient is
@@ -41,7 +43,12 @@ class ExpertBalance:
             terms = self._model.shape.layers * self._model.shard.tp
             coefficient = self._coefficient / (terms * sequences)
         return BalancedRouting(
-            inner, self._counts, rows=packing.rows, lengths=packing.starts.diff(), coefficient=coefficient
+            inner,
+            self._counts,
+            rows=packing.rows if packing.share is None else packing.share.rows,
+            lengths=packing.starts.diff(),
+            coefficient=coefficient,
+            group=context,
         )
 
     def end_call(self) -> Metrics:
@@ -54,7 +61,7 @@ class ExpertBalance:
         device, groups = self._model.device, self._model.groups
         counts = self._counts
         sequences = torch.full((1,), float(self._sequences), dtype=torch.float64, device=device)
-        summed = groups.data.sum(torch.cat((counts.chosen.double().flatten(), counts.losses, sequences)))
+        summed = groups.copies.sum(torch.cat((counts.chosen.double().flatten(), counts.losses, sequences)))
         layers = len(counts.losses)
         chosen = summed[: counts.chosen.numel()].view_as(counts.chosen)
         of_stage = [

@@ -103,7 +103,7 @@ class FullGradients(Accumulation):
     def __init__(self, model: Model, trained: LocalSet, config: OptimizerConfig) -> None:
         self._model, self.updated = model, trained
         parameters, groups = trained.buffer, model.groups
-        multiple = groups.data.size * parameters.buckets
+        multiple = groups.copies.size * parameters.buckets
         self.gradients = FlatBuffer(parameters.tensors, torch.float32, model.device, multiple_of=multiple)
         require_gradients(model, trained, self.gradients.fused)
         locals_ = trained.layout.tensors(model.rank)
@@ -111,7 +111,7 @@ class FullGradients(Accumulation):
             parameters,
             self.gradients,
             config,
-            groups.data,
+            groups.copies,
             norm_group=groups.mesh,
             counted={local.spec.name: find_counted_elements(model, local) for local in locals_},
         )

@@ -85,7 +85,7 @@ def finalize_model_grads(model: Model, gradients: FlatBuffer) -> dict[str, Tenso
     sum_tied_embeddings(model, gradients)
     parts = _sum_partial(model, gradients)
     for total in parts.values():
-        model.groups.data.sum(total)
+        model.groups.copies.sum(total)
     return parts
 
 

@@ -35,7 +35,7 @@ class ShardedGradients(Accumulation):
     def __init__(self, model: Model, trained: LocalSet, config: OptimizerConfig, *, backward: range) -> None:
         """`trained` is the parameter set that is updated; `backward` are the layers that gradients flow through."""
         self._model, self._trained = model, trained
-        self._group = model.groups.data
+        self._group = model.groups.copies
         placement = trained.layout.placement
         self._copies = not placement.strategy.shards_parameters
         self.updated = trained

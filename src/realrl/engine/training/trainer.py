@@ -22,7 +22,6 @@ from realrl.engine.training.full_gradients import FullGradients
 from realrl.engine.training.gradients import Accumulation
 from realrl.engine.training.sharded_gradients import ShardedGradients
 from realrl.engine.training.skipped_steps import SkippedSteps, find_first_not_finite
-from realrl.model.packing import Packing
 from realrl.recipe.optimizer import OptimizerConfig
 
 LOSS = "loss"
@@ -397,7 +396,7 @@ class Trainer:
     ) -> "_Pass":
         model = self.model
         rows = method.sequences(part)
-        packing = Packing.of(rows.lengths, model.device)
+        packing = model.pack(rows)
         if received is not None:
             received.requires_grad_(self._sends_gradients)
         routing = sampled.make_routing(model.shard, rows, packing)

@@ -1,5 +1,7 @@
 """Causal attention within packed sequences and its gradient, on a CPU, without padding or whole score matrices.
 
+The queries of a sequence may be only its last tokens.
+
 A unit of work is a key/value head of a sequence, with all query heads that read it. Scores are computed in tiles of
 queries and keys that stay in a cache. The softmax is combined tile by tile, as in FlashAttention (Dao et al., arXiv
 2205.14135; backward pass: section B.2 there). All sums of products go through one panel kernel (`vectors`); keys
@@ -116,20 +118,23 @@ def _cap(scores: Any, first: int, keys: int, steep: np.float32, bound: np.float3
 
 @row_kernel(outputs=2)
 def attend_forward(work: Work) -> None:
-    """Attend from each token to itself and to earlier tokens of its sequence.
+    """Attend from each query to its own token and to earlier tokens of its sequence.
 
     Units of work are the key/value heads of sequences. Arguments:
-        qkv [T, (heads + 2 kv_heads) * D]; first token of each sequence and T; heads, kv_heads, D;
-        tokens of the longest sequence; window (tokens that a token sees, itself included);
-        cap of scores (0 for none); sinks [heads] (-inf for none)
-        -> out [T, heads * D], and the logarithm to base 2 of each query's sum of exponentials [T, heads]
+        q [N, heads * D or more]; kv [T, 2 kv_heads * D]; first query of each sequence and N; first token of each
+        sequence and T; heads, kv_heads, D; tokens of the longest sequence;
+        window (tokens that a query sees, its own included); cap of scores (0 for none);
+        sinks [heads] (-inf for none)
+        -> out [N, heads * D], and the logarithm to base 2 of each query's sum of exponentials [N, heads]
     """
-    qkv, out, sums = float_pointer(work, 0), float_pointer(work, 9), float_pointer(work, 10)
-    starts, sinks = int_row(work, 1, 0), row(work, 8, 0)
-    window, bound = int(number(work, 6)), number(work, 7)
-    heads, kv_heads, dim = int(number(work, 2)), int(number(work, 3)), int(number(work, 4))
-    height = (int(number(work, 5)) + LANES - 1) // LANES * LANES
-    stride, out_stride, sums_stride = row_stride(work, 0), row_stride(work, 9), row_stride(work, 10)
+    q, kv = float_pointer(work, 0), float_pointer(work, 1)
+    out, sums = float_pointer(work, 11), float_pointer(work, 12)
+    q_starts, starts, sinks = int_row(work, 2, 0), int_row(work, 3, 0), row(work, 10, 0)
+    window, bound = int(number(work, 8)), number(work, 9)
+    heads, kv_heads, dim = int(number(work, 4)), int(number(work, 5)), int(number(work, 6))
+    height = (int(number(work, 7)) + LANES - 1) // LANES * LANES
+    q_stride, stride = row_stride(work, 0), row_stride(work, 1)
+    out_stride, sums_stride = row_stride(work, 11), row_stride(work, 12)
     group = heads // kv_heads
     padded = (dim + LANES - 1) // LANES * LANES
     share = np.float32(1.0) / np.sqrt(np.float32(dim))
@@ -142,16 +147,18 @@ def attend_forward(work: Work) -> None:
     first, last = claim(work)
     while first < last:
         for item in range(first, last):
-            begin, kv_head = starts[item // kv_heads], item % kv_heads
-            length = starts[item // kv_heads + 1] - begin
-            at_k = begin * stride + (heads + kv_head) * dim
-            _pack_by_dim(qkv, at_k, stride, length, dim, keys_by_dim)
-            _pack_by_row(qkv, at_k + kv_heads * dim, stride, length, dim, height, values_by_row)
+            sequence, kv_head = item // kv_heads, item % kv_heads
+            length = starts[sequence + 1] - starts[sequence]
+            # Query of the sequence's token 0, or where it would be.
+            begin = q_starts[sequence + 1] - length
+            at_k = starts[sequence] * stride + kv_head * dim
+            _pack_by_dim(kv, at_k, stride, length, dim, keys_by_dim)
+            _pack_by_row(kv, at_k + kv_heads * dim, stride, length, dim, height, values_by_row)
             for head in range(kv_head * group, (kv_head + 1) * group):
                 sink = sinks[head] * LOG2_E
-                for i in range(0, length, _QUERIES):
+                for i in range(q_starts[sequence] - begin, length, _QUERIES):
                     rows = min(_QUERIES, length - i)
-                    at_q = (begin + i) * stride + head * dim
+                    at_q = (begin + i) * q_stride + head * dim
                     outputs[: rows * padded] = np.float32(0.0)
                     tops[:rows] = sink
                     totals[:rows] = np.float32(0.0) if sink == -np.inf else np.float32(1.0)
@@ -159,7 +166,7 @@ def attend_forward(work: Work) -> None:
                         keys = min(_KEYS, i + rows - j)
                         for t in range(0, keys, LANES):
                             multiply_rows_by_panel(
-                                rows, qkv, at_q, stride, 1, keys_by_dim, (j + t) * dim, LANES, dim, scores, t,
+                                rows, q, at_q, q_stride, 1, keys_by_dim, (j + t) * dim, LANES, dim, scores, t,
                                 _KEYS,
                             )  # fmt: skip
                         for r in range(rows):
@@ -192,25 +199,27 @@ def attend_forward(work: Work) -> None:
         first, last = claim(work)
 
 
-@row_kernel(outputs=1)
+@row_kernel(outputs=2)
 def attend_backward(work: Work) -> None:
     """Compute the gradient of `attend_forward`.
 
-    Units of work are the same. Arguments: qkv, first token of each sequence and T, heads, kv_heads, D, longest,
-    window, cap as in `attend_forward`; out and sums as `attend_forward` returns them; gradient of out
-    [T, heads * D] -> gradient of qkv
+    Units of work are the same. Arguments: q, kv, first queries, first tokens, heads, kv_heads, D, longest, window,
+    cap as in `attend_forward`; out and sums as `attend_forward` returns them; gradient of out [N, heads * D]
+    -> gradients of q and kv
     """
-    qkv, starts = float_pointer(work, 0), int_row(work, 1, 0)
-    heads, kv_heads, dim = int(number(work, 2)), int(number(work, 3)), int(number(work, 4))
-    longest, window, bound = int(number(work, 5)), int(number(work, 6)), number(work, 7)
-    out, sums, grad_out, grad = (
-        float_pointer(work, 8),
-        float_pointer(work, 9),
-        float_pointer(work, 10),
-        float_pointer(work, 11),
+    q, kv = float_pointer(work, 0), float_pointer(work, 1)
+    q_starts, starts = int_row(work, 2, 0), int_row(work, 3, 0)
+    heads, kv_heads, dim = int(number(work, 4)), int(number(work, 5)), int(number(work, 6))
+    longest, window, bound = int(number(work, 7)), int(number(work, 8)), number(work, 9)
+    out, sums, grad_out = float_pointer(work, 10), float_pointer(work, 11), float_pointer(work, 12)
+    to_q, to_kv = float_pointer(work, 13), float_pointer(work, 14)
+    q_stride, stride = row_stride(work, 0), row_stride(work, 1)
+    out_stride, sums_stride, grad_out_stride = (
+        row_stride(work, 10),
+        row_stride(work, 11),
+        row_stride(work, 12),
     )
-    stride, out_stride, sums_stride = row_stride(work, 0), row_stride(work, 8), row_stride(work, 9)
-    grad_out_stride, grad_stride = row_stride(work, 10), row_stride(work, 11)
+    to_q_stride, to_kv_stride = row_stride(work, 13), row_stride(work, 14)
     group = heads // kv_heads
     height = (longest + LANES - 1) // LANES * LANES
     padded = (dim + LANES - 1) // LANES * LANES
@@ -230,30 +239,34 @@ def attend_backward(work: Work) -> None:
     first, last = claim(work)
     while first < last:
         for item in range(first, last):
-            begin, kv_head = starts[item // kv_heads], item % kv_heads
-            length = starts[item // kv_heads + 1] - begin
-            at_k = begin * stride + (heads + kv_head) * dim
+            sequence, kv_head = item // kv_heads, item % kv_heads
+            length = starts[sequence + 1] - starts[sequence]
+            begin = q_starts[sequence + 1] - length
+            # Tokens before the first query, and the number of queries.
+            skipped, queries = q_starts[sequence] - begin, q_starts[sequence + 1] - q_starts[sequence]
+            at_k = starts[sequence] * stride + kv_head * dim
             at_v = at_k + kv_heads * dim
-            _pack_by_dim(qkv, at_k, stride, length, dim, keys_by_dim)
-            _pack_by_dim(qkv, at_v, stride, length, dim, values_by_dim)
-            _pack_by_row(qkv, at_k, stride, length, dim, height, keys_by_row)
+            _pack_by_dim(kv, at_k, stride, length, dim, keys_by_dim)
+            _pack_by_dim(kv, at_v, stride, length, dim, values_by_dim)
+            _pack_by_row(kv, at_k, stride, length, dim, height, keys_by_row)
             grad_k[: length * padded] = np.float32(0.0)
             grad_v[: length * padded] = np.float32(0.0)
             for head in range(kv_head * group, (kv_head + 1) * group):
-                at_head = begin * grad_out_stride + head * dim
-                _pack_by_row(qkv, begin * stride + head * dim, stride, length, dim, height, queries_by_row)
-                _pack_by_row(grad_out, at_head, grad_out_stride, length, dim, height, grads_by_row)
-                for i in range(0, length, _QUERIES):
+                at_head = q_starts[sequence] * q_stride + head * dim
+                _pack_by_row(q, at_head, q_stride, queries, dim, height, queries_by_row)
+                at_head = q_starts[sequence] * grad_out_stride + head * dim
+                _pack_by_row(grad_out, at_head, grad_out_stride, queries, dim, height, grads_by_row)
+                for i in range(skipped, length, _QUERIES):
                     rows = min(_QUERIES, length - i)
-                    at_q = (begin + i) * stride + head * dim
-                    at_grad = at_head + i * grad_out_stride
+                    at_q = (begin + i) * q_stride + head * dim
+                    at_grad = (begin + i) * grad_out_stride + head * dim
                     grad_q[: rows * padded] = np.float32(0.0)
                     for j in range(max(0, i + 1 - window) // LANES * LANES, i + rows, _KEYS):
                         keys = min(_KEYS, i + rows - j)
                         for t in range(0, keys, LANES):
                             at = (j + t) * dim
                             multiply_rows_by_panel(
-                                rows, qkv, at_q, stride, 1, keys_by_dim, at, LANES, dim, weights, t, _KEYS
+                                rows, q, at_q, q_stride, 1, keys_by_dim, at, LANES, dim, weights, t, _KEYS
                             )
                             multiply_rows_by_panel(
                                 rows, grad_out, at_grad, grad_out_stride, 1, values_by_dim, at, LANES, dim,
@@ -286,7 +299,7 @@ def attend_backward(work: Work) -> None:
                                     changes, at, vectors.multiply(weight, vectors.multiply(change, slope))
                                 )
                         for c in range(0, padded, LANES):
-                            at = c * height + i * LANES
+                            at = c * height + (i - skipped) * LANES
                             to = j * padded + c
                             add_rows_by_panel(
                                 keys, weights, 0, 1, _KEYS, grads_by_row, at, LANES, rows, grad_v, to, padded
@@ -300,12 +313,12 @@ def attend_backward(work: Work) -> None:
                                 rows, changes, 0, _KEYS, 1, keys_by_row, at, LANES, keys, grad_q, c, padded
                             )
                     for r in range(rows):
-                        to = (begin + i + r) * grad_stride + head * dim
+                        to = (begin + i + r) * to_q_stride + head * dim
                         for d in range(dim):
-                            grad[to + d] = grad_q[r * padded + d]
+                            to_q[to + d] = grad_q[r * padded + d]
             for t in range(length):
-                to = (begin + t) * grad_stride + (heads + kv_head) * dim
+                to = (starts[sequence] + t) * to_kv_stride + kv_head * dim
                 for d in range(dim):
-                    grad[to + d] = grad_k[t * padded + d]
-                    grad[to + kv_heads * dim + d] = grad_v[t * padded + d]
+                    to_kv[to + d] = grad_k[t * padded + d]
+                    to_kv[to + kv_heads * dim + d] = grad_v[t * padded + d]
         first, last = claim(work)

@@ -103,7 +103,7 @@ def cost_generation(context: CallContext) -> Mapping[str, Floats]:
     cpu = timing.device.cpu
     sizes = split_generations(work, context.strategies, cpu=cpu)
     passes = sizes.passes
-    size = BatchSize.of(passes)
+    size = BatchSize.of(passes, context.strategies)
     embedding = timing.embed(size)
     cache = kv_cache_bytes(
         timing.sizes,

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from realrl.plan.axes import Degrees, Divided, axes_dividing
+from realrl.plan.axes import COPIES, Degrees, Divided, axes_dividing
 from realrl.plan.cluster import Cluster
 from realrl.planner.cluster.cluster_spec import Site
 from realrl.planner.cluster.efficiency import Efficiency
@@ -17,11 +17,12 @@ from realrl.planner.profile.profile import Profile
 from realrl.planner.workload.strategies import Strategies
 from realrl.program.arrays import Floats, Ints, Real
 
-GroupKind = Literal["tp", "dp", "mesh", "embedding"]
+GroupKind = Literal["tp", "cp", "copies", "mesh", "embedding"]
 """Process groups of a placement.
 
-`tp`: ranks that hold shards of the same matrices. `dp`: ranks that split a batch. `mesh`: ranks along all axes that
-divide a batch, matrices or layers. `embedding`: the first and the last stage of each pipeline."""
+`tp`: ranks that hold shards of the same matrices. `cp`: ranks that divide the tokens of a micro-batch. `copies`:
+ranks with the same parameters, which divide a batch or the tokens of micro-batches. `mesh`: ranks along all axes
+that divide anything. `embedding`: the first and the last stage of each pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +159,8 @@ def _find_span(kind: GroupKind, degrees: Degrees, nodes: Cluster) -> tuple[int, 
         first = np.arange(min(stage, period))
         ranks = np.stack([first, first + (degrees["pp"] - 1) * stage], axis=1)[:, : min(degrees["pp"], 2)]
     else:
-        members, stride = degrees[kind], degrees.stride(kind)
+        axes = axes_dividing(*COPIES) if kind == "copies" else (kind,)
+        members, stride = degrees.count(*axes), degrees.stride(axes[-1])
         block = members * stride
         blocks = period // gcd(block, period)
         ranks = (

@@ -21,7 +21,8 @@ class OutsideLayers:
     """Seconds that one chunk (micro-batch) takes outside the layers.
 
     `every`, `first` and `last`: computation on every stage, on the first stage and on the last stage. `comm_first`
-    and `comm_last`: TP communication on the first and on the last stage.
+    and `comm_last`: TP communication on the first and on the last stage. `results`: CP communication on the last
+    stage.
     """
 
     every: Real = 0.0
@@ -29,6 +30,7 @@ class OutsideLayers:
     last: Real = 0.0
     comm_first: Real = 0.0
     comm_last: Real = 0.0
+    results: Real = 0.0
 
     def own(self, pp: Ints) -> Floats:
         return _by_stage(pp, self.every, self.first, self.last)
@@ -59,10 +61,12 @@ def cost_training(context: CallContext) -> Mapping[str, Floats]:
     strategies = context.strategies
     work = context.work
     chunks = split_all_work(work, strategies, timing.efficiency.pass_chunks_per_stage)
-    size = BatchSize.of(chunks)
+    size = BatchSize.of(chunks, strategies)
+    tokens = size.tokens
     forward = timing.forward(size)
     backward = timing.backward(size)
-    layer_communication = context.layer_communication(chunks.tokens)
+    layer_communication = context.layer_communication(tokens)
+    keys = context.key_communication(tokens)
     rounds = np.where(strategies.recompute, 3, 2)
     device = backward.device + forward.device * (rounds - 1)
     host = backward.host + forward.host * (rounds - 1)
@@ -74,13 +78,19 @@ def cost_training(context: CallContext) -> Mapping[str, Floats]:
     layers = [
         _EqualLayers(
             counts=updated,
-            layer=DeviceHostTime(device, host + rounds * layer_communication.host + sum(launches)),
+            layer=DeviceHostTime(
+                device, host + rounds * (layer_communication.host + keys.host) + sum(launches)
+            ),
             communication=rounds * layer_communication.device,
+            keys=rounds * keys.device,
         ),
         _EqualLayers(
             counts=frozen,
-            layer=DeviceHostTime(forward.device, forward.host + layer_communication.host + launches[0]),
+            layer=DeviceHostTime(
+                forward.device, forward.host + layer_communication.host + keys.host + launches[0]
+            ),
             communication=layer_communication.device,
+            keys=keys.device,
         ),
     ]
     outside = OutsideLayers(
@@ -88,16 +98,16 @@ def cost_training(context: CallContext) -> Mapping[str, Floats]:
         first=timing.embed_backward(size) if any(trained.embedding) else 0.0,
         last=timing.head(size) + timing.head_backward(size),
         comm_first=layer_communication.device / 2,
-        comm_last=context.head_communication(chunks.tokens)
-        + context.head_backward_communication(chunks.tokens),
+        comm_last=context.head_communication(tokens) + context.head_backward_communication(tokens),
+        results=context.result_communication(tokens),
     )
     terms = _cost_pipeline(context, chunks, layers, outside)
     # Under 1F1B a stage waits in turn for the stages before and after it, so no computation hides the transfers.
-    exposed = 2 * (chunks.count + strategies.pp - 1) * context.hop(chunks.tokens)
+    exposed = 2 * (chunks.count + strategies.pp - 1) * context.hop(tokens)
     exposed += 2 * context.network.hop(_SMALL)
     terms["pipeline"] = np.where(strategies.pp > 1, exposed, 0.0)
     elements = tabulate_stages(trained.stage_elements, strategies.pp).max(axis=0)
-    update = timing.update(elements, strategies.dp)
+    update = timing.update(elements, strategies.copies)
     terms["optimizer"] = update + context.network.group("mesh").all_reduce(_SMALL)
     if sharded is None:
         last_pass = at_last(strategies.pp, updated).sum(axis=0) * backward.device
@@ -129,7 +139,7 @@ def _cost_sharded_step(
     stages = np.where(
         np.arange(len(updated))[:, None] < context.strategies.pp, passes + sharded.spread(updated), 0.0
     )
-    small = 4 * context.network.group("dp").all_reduce(_SMALL)
+    small = 4 * context.network.group("copies").all_reduce(_SMALL)
     return small + chunks * _cost_partial_gradients(context) + stages.max(axis=0)
 
 
@@ -142,8 +152,8 @@ def _cost_gradient_reduction(context: CallContext, elements: Ints, last_pass: Re
     """
     network = context.network
     num_buckets = apply_each(bucket_count, elements)
-    seconds = num_buckets * network.group("dp").reduce_scatter(4 * elements / num_buckets)
-    small = 3 * network.group("dp").all_reduce(_SMALL)
+    seconds = num_buckets * network.group("copies").reduce_scatter(4 * elements / num_buckets)
+    small = 3 * network.group("copies").all_reduce(_SMALL)
     late = seconds * _find_late_share(context, elements)
     early = seconds - late
     first = np.where(early > 0, seconds / num_buckets, 0.0)
@@ -176,7 +186,7 @@ def _cost_partial_gradients(context: CallContext) -> Real:
     seconds: Real = 0.0
     partial = 4 * most * sizes.partial_elements(sequence_parallel=strategies.sequence_parallel)
     if partial.any():
-        seconds += network.group("tp").all_reduce(partial) + network.group("dp").all_reduce(partial)
+        seconds += network.group("tp").all_reduce(partial) + network.group("copies").all_reduce(partial)
     if sizes.shares_kv_heads:
         columns = shape.hidden_size if shape.lora is None else shape.lora.rank
         keys = 4 * shape.kv_heads * shape.head_dim * columns
@@ -195,7 +205,7 @@ def _cost_parameter_gather(context: CallContext, elements: Ints, update: Real) -
     """
     num_buckets = apply_each(bucket_count, elements)
     bucket_bytes = context.timing.element_bytes * elements / num_buckets
-    seconds = num_buckets * context.network.group("dp").all_gather(bucket_bytes)
+    seconds = num_buckets * context.network.group("copies").all_gather(bucket_bytes)
     last = 1 / np.minimum(GATHER_STAGES, num_buckets)
     return np.maximum(seconds - update * (1 - last) * context.overlap, seconds * last)
 
@@ -203,13 +213,14 @@ def _cost_parameter_gather(context: CallContext, elements: Ints, update: Real) -
 def cost_inference(context: CallContext) -> Mapping[str, Floats]:
     timing = context.timing
     chunks = split_all_work(context.work, context.strategies, timing.efficiency.pass_chunks_per_stage)
-    size = BatchSize.of(chunks)
+    size = BatchSize.of(chunks, context.strategies)
     selects = context.candidates is not None and context.candidates.ids is None
     outside = OutsideLayers(
         every=timing.embed(size),
         last=timing.head(size) + (timing.likeliest(size) if selects else 0.0),
-        comm_first=context.layer_communication(chunks.tokens).device / 2,
-        comm_last=context.head_communication(chunks.tokens),
+        comm_first=context.layer_communication(size.tokens).device / 2,
+        comm_last=context.head_communication(size.tokens),
+        results=context.result_communication(size.tokens),
     )
     layer = timing.forward(size)
     if context.strategies.zero == 1:
@@ -219,7 +230,7 @@ def cost_inference(context: CallContext) -> Mapping[str, Floats]:
     terms = cost_forward_pass(context, chunks, launched, outside)
     waits = sharded.forward(SectionSeconds(layer=layer.device))
     there = np.arange(len(waits))[:, None] < context.strategies.pp
-    agreement = context.network.group("dp").all_reduce(_SMALL)
+    agreement = context.network.group("copies").all_reduce(_SMALL)
     terms["data"] = chunks.count * np.where(there, waits, 0.0).max(axis=0) + agreement
     return terms
 
@@ -228,15 +239,17 @@ def cost_forward_pass(
     context: CallContext, chunks: Chunks, layer: DeviceHostTime, outside: OutsideLayers
 ) -> dict[str, Floats]:
     """Predict the seconds by term of the forward pass of all chunks through all stages."""
-    layer_communication = context.layer_communication(chunks.tokens)
+    tokens = chunks.tokens / context.strategies.cp
+    layer_communication, keys = context.layer_communication(tokens), context.key_communication(tokens)
     layers = _EqualLayers(
         counts=context.layers,
-        layer=DeviceHostTime(layer.device, layer.host + layer_communication.host),
+        layer=DeviceHostTime(layer.device, layer.host + layer_communication.host + keys.host),
         communication=layer_communication.device,
+        keys=keys.device,
     )
     terms = _cost_pipeline(context, chunks, [layers], outside)
     # A stage works on its next chunk while it sends, so only the first chunk waits for transfers.
-    terms["pipeline"] = (context.strategies.pp - 1) * context.hop(chunks.tokens)
+    terms["pipeline"] = (context.strategies.pp - 1) * context.hop(tokens)
     return terms
 
 
@@ -250,16 +263,18 @@ class _EqualLayers:
     """Time of one layer for one chunk."""
     communication: Real
     """Seconds of a layer's TP communication for one chunk."""
+    keys: Real = 0.0
+    """Seconds in which CP ranks gather a layer's keys and values for one chunk."""
 
     @property
     def wait(self) -> Real:
         """Seconds that the device waits for the host."""
-        return np.maximum(0.0, self.layer.host - self.layer.device - self.communication)
+        return np.maximum(0.0, self.layer.host - self.layer.device - self.communication - self.keys)
 
     @property
     def seconds(self) -> Real:
         """Seconds of one layer for one chunk."""
-        return self.layer.device + self.communication + self.wait
+        return self.layer.device + self.communication + self.keys + self.wait
 
 
 def _cost_pipeline(
@@ -272,13 +287,14 @@ def _cost_pipeline(
     """
     pp = context.strategies.pp
     own = outside.own(pp)
-    communication = outside.communication(pp)
-    stages = sum(one.counts * one.seconds for one in layers) + own + communication
+    communication, results = outside.communication(pp), at_last(pp, outside.results)
+    stages = sum(one.counts * one.seconds for one in layers) + own + communication + results
     slowest = stages.argmax(axis=0), np.arange(len(pp))
     counted = [(one.counts[slowest], one) for one in layers]
     return {
         "compute": chunks.count * (sum(n * one.layer.device for n, one in counted) + own[slowest]),
         "tensor": chunks.count * (sum(n * one.communication for n, one in counted) + communication[slowest]),
+        "context": chunks.count * (sum(n * one.keys for n, one in counted) + results[slowest]),
         "launch": chunks.count * np.asarray(sum(n * one.wait for n, one in counted)),
         "bubble": stages.sum(axis=0) - stages[slowest],
     }

@@ -106,7 +106,7 @@ class ShardedTraffic:
 
     @property
     def _ring(self) -> Ring:
-        return self.context.network.group("dp")
+        return self.context.network.group("copies")
 
     def _gather(self, section: SectionBytes) -> Floats:
         return self._each(self._ring.all_gather, section.tensors, section.parameters)

@@ -16,6 +16,7 @@ from realrl.planner.cost.roofline import Roofline
 from realrl.planner.profile.profile import WHOLE, CollectiveKind, LayerKind, Profile
 from realrl.planner.workload.batching import Chunks
 from realrl.planner.workload.shard_sizes import LocalSizes
+from realrl.planner.workload.strategies import Strategies
 from realrl.planner.workload.workload import Sampling
 from realrl.program.arrays import Floats, Ints, Real
 
@@ -35,15 +36,16 @@ class DeviceHostTime:
 
 @dataclass(frozen=True)
 class BatchSize:
-    """Size of a micro-batch."""
+    """Size of a rank's part of a micro-batch."""
 
     tokens: Real
     squares: Real
-    """Sum of squared sequence lengths."""
+    """Sum of squared sequence lengths, of which the rank computes an equal part."""
 
     @classmethod
-    def of(cls, chunks: Chunks) -> Self:
-        return cls(chunks.tokens, chunks.squares)
+    def of(cls, chunks: Chunks, strategies: Strategies) -> Self:
+        """Find the size for each strategy; context-parallel ranks divide tokens and attention equally."""
+        return cls(chunks.tokens / strategies.cp, chunks.squares / strategies.cp)
 
     @property
     def context(self) -> Real:

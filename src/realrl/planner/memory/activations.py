@@ -42,9 +42,9 @@ Parts = Mapping[str, Ints]
 class Activations:
     """Activation memory of a model under several strategies, in bytes per rank.
 
-    `lengths` is a sample of sequence lengths for each strategy. In methods, `tokens` counts the tokens of each
-    strategy's largest micro-batch, and `chunks` counts its micro-batches. `layers` counts the layers of each stage,
-    [stages, strategies], and `stage` numbers the stages, [stages, 1].
+    `lengths` is a sample of sequence lengths for each strategy. In methods, `tokens` counts the tokens that a rank
+    has of each strategy's largest micro-batch, and `chunks` counts its micro-batches. `layers` counts the layers of
+    each stage, [stages, strategies], and `stage` numbers the stages, [stages, 1].
     """
 
     sizes: LocalSizes

@@ -182,7 +182,8 @@ class MemoryModel:
             chunks = generation.passes
         else:
             chunks = split_all_work(work, strategies, self.efficiency.pass_chunks_per_stage)
-        tokens = chunks.peak.tokens
+        whole_tokens = chunks.peak.tokens
+        tokens = whole_tokens / strategies.cp
         sizes = size_shards(model, strategies.tp)
         activations = Activations(
             sizes=sizes,
@@ -222,7 +223,7 @@ class MemoryModel:
             parts = _add(parts, "packed weights", packed)
         records = -(-(work.items // work.minibatches) // strategies.dp)
         rank_tokens = records * work.mean
-        parts = _add_candidates(parts, call, work, rank_tokens, tokens, cpu=cpu, last=last)
+        parts = _add_candidates(parts, call, work, rank_tokens, whole_tokens, cpu=cpu, last=last)
         mixture = model.shape.mixture
         if mixture is not None and (call.records_experts or any(call.replays)):
             each = _EXPERT_BYTES * mixture.per_token
@@ -261,18 +262,18 @@ class MemoryModel:
         """Training state on each stage, with parameters of `element_bytes` bytes."""
         name = next(name for name, updated in model.part.sets.items() if updated)
         elements = self._pad_all(model, strategies, name, cut=strategies.zero > 1)
-        return count_training_state(strategies.zero, strategies.dp, elements, element_bytes)
+        return count_training_state(strategies.zero, strategies.copies, elements, element_bytes)
 
     def _pad_all(self, model: StoredModel, strategies: Strategies, name: str, *, cut: bool) -> Ints:
         """Number of elements of a set that each stage stores, padded as in `_padded`, [stages, strategies].
 
-        If `cut`, each data-parallel rank stores only its own rows.
+        If `cut`, each of the ranks with the same parameters stores only its own rows.
         """
         local, stages = size_shards(model, strategies.tp), int(strategies.pp.max())
-        degrees = zip(strategies.dp.tolist(), strategies.pp.tolist(), strict=True)
+        degrees = zip(strategies.copies.tolist(), strategies.pp.tolist(), strict=True)
         sizes = (
-            _padded(local.cut_sets(dp)[name], 1, pp) if cut else _padded(local.sets[name], dp, pp)
-            for dp, pp in degrees
+            _padded(local.cut_sets(copies)[name], 1, pp) if cut else _padded(local.sets[name], copies, pp)
+            for copies, pp in degrees
         )
         return np.array([of_stages + (0,) * (stages - len(of_stages)) for of_stages in sizes]).T
 

@@ -82,16 +82,17 @@ class GatheredMemory:
     def update(self) -> Ints:
         """Compute the bytes while updated parameters are all-gathered (ZeRO-2), at most two sections at a time."""
         if self.strategies.zero != 2:
-            return np.zeros_like(self.strategies.dp)
+            return np.zeros_like(self.strategies.pp)
         width = self.element_bytes
 
-        def count(dp: int) -> int:
-            (trained,) = [of for name, of in self.sizes.cut_sets(dp).items() if self.sizes.part.sets[name]]
+        def count(copies: int) -> int:
+            cut = self.sizes.cut_sets(copies)
+            (trained,) = [of for name, of in cut.items() if self.sizes.part.sets[name]]
             sections = sorted((trained.embedding, trained.layer, trained.layer, trained.end), key=max)
             # Below float32, a rank first makes a rounded copy of its rows.
-            return (dp * width + (width if width < _FLOAT32 else 0)) * sum(map(max, sections[-2:]))
+            return (copies * width + (width if width < _FLOAT32 else 0)) * sum(map(max, sections[-2:]))
 
-        return apply_each(count, self.strategies.dp)
+        return apply_each(count, self.strategies.copies)
 
     @cached_property
     def layer_section(self) -> SectionBytes:
@@ -119,29 +120,29 @@ class GatheredMemory:
         return np.where(last_stage, head.gradients + head.sums, 0)
 
     def _section(self, name: str) -> SectionBytes:
-        dp, shares = self.strategies.dp, self.strategies.zero == 3
-        sums = apply_each(self._counter(name, lambda of: _FLOAT32 * self.sizes.part.sets[of]), dp)
-        rows = apply_each(self._counter(name, lambda of: element_width(of, self.element_bytes)), dp)
+        copies, shares = self.strategies.copies, self.strategies.zero == 3
+        sums = apply_each(self._counter(name, lambda of: _FLOAT32 * self.sizes.part.sets[of]), copies)
+        rows = apply_each(self._counter(name, lambda of: element_width(of, self.element_bytes)), copies)
         return SectionBytes(
-            parameters=dp * rows if shares else np.zeros_like(dp),
-            gradients=dp * sums,
+            parameters=copies * rows if shares else np.zeros_like(copies),
+            gradients=copies * sums,
             sums=sums,
             tensors=self.sizes.parameter_counts[name],
         )
 
     def _counter(self, name: str, width: Callable[[str], int]) -> Callable[[int], int]:
-        """Make a function that counts the bytes of one rank's rows of a section, given the number of data-parallel
-        ranks.
+        """Make a function that counts the bytes of one rank's rows of a section, given the number of ranks with
+        the same parameters.
 
         `width` returns the bytes per element of a parameter set. The section "layer" is the larger one of the first
         and the last layer, because their parameters may be in different sets.
         """
 
-        def count(dp: int) -> int:
+        def count(copies: int) -> int:
             return max(
                 sum(
                     width(of) * max(getattr(sizes, name))
-                    for of, sizes in self.sizes.cut_sets(dp).items()
+                    for of, sizes in self.sizes.cut_sets(copies).items()
                     if name != "layer" or number in sizes.layers
                 )
                 for number in (0, self.sizes.shape.layers - 1)

@@ -12,6 +12,7 @@ import numpy as np
 
 from realrl.layout import limits
 from realrl.layout.limits import ADDED_ELEMENTS, bucket_lengths
+from realrl.layout.ranges import exchanges_heads
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.planner.workload.strategies import Strategies
 from realrl.program.arrays import Floats, Ints, Real, truncate
@@ -85,6 +86,9 @@ class LayerMemory:
             attention += self._float32 * self._heads + self._widened(self._read + queries)
         if self._pads:
             attention += self._padded_rows * (self._read + 5 * queries)
+        # Keys and values arrive in the order of ranks, and are copied in packed order.
+        arriving = s + self._qkv + 2 * self._gathered + 2 * self.sizes.cache_dim
+        attention = np.maximum(attention + self._gathered, arriving)
         entering = self.hidden + (s if self.strategies.sequence_parallel else 0)
         up = gate_up + self._added(self.sizes.gate_up_dim)
         block = max(
@@ -121,6 +125,7 @@ class LayerMemory:
             attention = self._padded_rows * (self._read + 2 * self.sizes.q_dim + results) + self.sizes.q_dim
         else:
             attention = self._read + self.sizes.q_dim + sums
+        attention = attention + self._gathered
         return norms + attention + self._kept_block + self._kept_adapters
 
     @property
@@ -239,6 +244,8 @@ class LayerMemory:
             attention = queries + self._read
             if self.cpu:
                 attention += self._widened(2 * self._read + 2 * queries)
+        # The gradients of the keys and values of two pieces, and their sum.
+        attention = attention + 3 * self._gathered
         # By now the tensors that the feed-forward block saved have been freed.
         scores = self.score_bytes(tokens, backward=True)
         moments.append(self.bytes(tokens, attention - self._kept_block - hidden) + scores)
@@ -312,6 +319,14 @@ class LayerMemory:
 
     def bytes(self, tokens: Real, numbers: Real) -> Ints:
         return truncate(tokens * numbers * self.element_bytes)
+
+    @property
+    def _gathered(self) -> Ints:
+        """Elements, per token of a rank, of the gathered keys and values of all context-parallel ranks."""
+        cp, sizes = self.strategies.cp, self.sizes
+        heads, kv_heads = (dim // sizes.shape.head_dim for dim in (sizes.q_dim, sizes.cache_dim))
+        gathers = np.array([n > 1 and not exchanges_heads(heads, kv_heads, n) for n in cp.tolist()])
+        return np.where(gathers, 2 * sizes.cache_dim * cp, 0)
 
     @cached_property
     def _padded_rows(self) -> Floats:

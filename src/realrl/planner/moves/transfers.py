@@ -8,7 +8,7 @@ import numpy as np
 
 from realrl.dataflow.call import Call
 from realrl.dataflow.graph import DataflowGraph
-from realrl.plan.axes import Divided, axes_dividing, axis_names, column_of
+from realrl.plan.axes import COPIES, Divided, axes_dividing, axis_names, column_of
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import DTYPES, Dtype, Placement
 from realrl.program.arrays import Ints
@@ -32,7 +32,7 @@ class Layouts:
     degrees: tuple[Ints, ...]
     """Degrees of parallelism, one column per axis, in the order of `plan.axes.AXES`."""
     sharded: Ints
-    """1 if data-parallel ranks shard the parameters (ZeRO-3), otherwise 0."""
+    """1 if ranks with the same parameters shard them (ZeRO-3), otherwise 0."""
     dtype: Ints
     """Data type of the parameters, as an index in `TYPES`."""
 
@@ -68,6 +68,11 @@ class Layouts:
         return self.degree(*axes_dividing(Divided.ITEMS))
 
     @cached_property
+    def copies(self) -> Ints:
+        """Number of ranks that compute with the same parameters."""
+        return self.degree(*axes_dividing(*COPIES))
+
+    @cached_property
     def stages(self) -> Ints:
         """Number of pipeline stages."""
         return self.degree(*axes_dividing(Divided.LAYERS))
@@ -80,7 +85,7 @@ class Layouts:
     @cached_property
     def parts(self) -> Ints:
         """Number of consecutive ranks that hold one copy of a stage, each a different part."""
-        return np.where(self.sharded, self.shares * self.cuts, self.cuts)
+        return np.where(self.sharded, self.copies * self.cuts, self.cuts)
 
     @cached_property
     def codes(self) -> Ints:

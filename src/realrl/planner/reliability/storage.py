@@ -58,9 +58,9 @@ def count_traffic(scenario: Scenario, homes: Mapping[str, Placement]) -> Storage
     for role, home in homes.items():
         model, strategy = scenario.models[role], home.strategy
         ranks = home.mesh.size // strategy.pp
-        saved = np.repeat(_saved_stages(scenario, role, strategy.tp, strategy.pp) / strategy.dp, ranks)
+        saved = np.repeat(_saved_stages(scenario, role, strategy.tp, strategy.pp) / strategy.copies, ranks)
         sizes, width = size_shards(model, strategy.tp), model.width(strategy)
-        stored = sizes.cut_sets(strategy.dp) if strategy.shards_parameters else sizes.sets
+        stored = sizes.cut_sets(strategy.copies) if strategy.shards_parameters else sizes.sets
         weights = {name: element_width(name, width) for name in stored}
         here = slice(home.mesh.first, home.mesh.first + home.mesh.size)
         written[here] += saved

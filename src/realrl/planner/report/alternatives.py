@@ -93,6 +93,8 @@ def _neighbours(scenario: Scenario, call: Call, placement: Placement) -> Iterato
                 s.with_degrees(tp=s.tp // 2, dp=2 * s.dp), sequence_parallel=s.sequence_parallel and s.tp > 2
             )
         )
+    if s.cp % 2 == 0:
+        changes.append(s.with_degrees(cp=s.cp // 2, dp=2 * s.dp))
     if s.pp % 2 == 0:
         changes.append(s.with_degrees(pp=s.pp // 2, dp=2 * s.dp))
     for strategy in changes:

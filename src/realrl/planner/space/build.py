@@ -13,7 +13,7 @@ from realrl.config.errors import UserError
 from realrl.dataflow.asynchrony import overlap_all, overlap_sampling
 from realrl.dataflow.call import Call, Kind
 from realrl.layout.sets import QUANTISED
-from realrl.plan.axes import list_degrees
+from realrl.plan.axes import COPIES, axes_dividing, list_degrees
 from realrl.plan.placement import ZERO_STAGES, Dtype, Mesh, Placement, Strategy, function_placement
 from realrl.plan.plan import Plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec, Site
@@ -31,6 +31,9 @@ _FEW_NODES = 16
 """Largest number of nodes for which every range of nodes is a candidate mesh."""
 _SMALLEST_BATCH, _LARGEST_PASS = 4096, 16384
 """Tokens of the smallest micro-batch, and of the largest micro-batch outside generation."""
+_SMALLEST_SHARE = 2048
+"""Tokens that context-parallel ranks have at least of the longest sequence. Smaller shares keep a device no longer
+busy, and the activations of such sequences fit without context parallelism."""
 MANY_DEVICES = 2048
 """Number of devices of the largest cluster for which small meshes are candidates."""
 _SMALLEST, _SMALLEST_OF_MANY = 128, 16
@@ -77,15 +80,17 @@ def list_strategies(
     recompute: tuple[bool, ...] = (False,),
     zero: tuple[int, ...] = (1,),
     dtypes: tuple[Dtype | None, ...] = (None,),
+    contexts: tuple[int, ...] = (1,),
 ) -> Iterator[Strategy]:
     """Enumerate strategies on `size` devices. The TP degree divides `divided`, the number of devices of each
-    node."""
+    node. `contexts` are CP degrees."""
     allowed = {
+        "cp": contexts,
         "tp": [tp for tp in range(1, min(divided, heads) + 1) if divided % tp == 0],
         "pp": range(1, layers + 1),
     }
     for degrees in list_degrees(size, allowed, rest="dp"):
-        stages = tuple(stage for stage in zero if stage == 1 or degrees["dp"] > 1)
+        stages = tuple(stage for stage in zero if stage == 1 or degrees.count(*axes_dividing(*COPIES)) > 1)
         for tokens, recomputes, stage, dtype in product(micro_batch_tokens, recompute, stages, dtypes):
             yield Strategy(
                 degrees=degrees,
@@ -111,6 +116,15 @@ def list_micro_batches(kind: Kind, work: CallWork) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def list_context_degrees(kind: Kind, work: CallWork) -> tuple[int, ...]:
+    """Enumerate CP degrees: powers of two that leave each rank a large part of the longest sequence. Generation has
+    none."""
+    degrees = [1]
+    while kind is not Kind.GENERATE and work.longest >= 2 * degrees[-1] * _SMALLEST_SHARE:
+        degrees.append(2 * degrees[-1])
+    return tuple(degrees)
+
+
 def _tidy(begin: int, nodes: int, total: int) -> bool:
     if nodes == total:
         return True
@@ -131,6 +145,8 @@ class SearchSpace:
     """Whether copies of parameters in the layouts of other calls may be kept between uses."""
     zero: tuple[int, ...] = ZERO_STAGES
     """Stages of ZeRO that train calls may have."""
+    contexts: tuple[int, ...] | None = None
+    """CP degrees of train and inference calls. None means the degrees of `list_context_degrees`."""
     dtypes: tuple[Dtype, ...] = ()
     """Data types that parameters of calls may have in addition to the model's own. Train calls keep the model's own
     type."""
@@ -287,8 +303,19 @@ class _Builder:
         work = self.scenario.workload.work(call)
         # Each rank that samples hands on whole prompts.
         least = self.portions * self.scenario.workload.samples if call.name == self.apart else 1
+        contexts = self.search_space.contexts
+        if contexts is None or call.kind is Kind.GENERATE:
+            contexts = list_context_degrees(call.kind, work)
         for strategy in list_strategies(
-            mesh.size, divided, shape.layers, shape.heads, tokens, recompute, zero, self._dtypes(call)
+            mesh.size,
+            divided,
+            shape.layers,
+            shape.heads,
+            tokens,
+            recompute,
+            zero,
+            self._dtypes(call),
+            contexts,
         ):
             if strategy.dp * least <= work.items // work.minibatches and not (
                 model.exact and strategy.tp > 1

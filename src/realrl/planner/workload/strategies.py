@@ -24,6 +24,7 @@ class Strategies:
     zero: int
     degrees: tuple[Degrees, ...]
     dp: Ints
+    cp: Ints
     pp: Ints
     micro_batch_tokens: Ints
     recompute: Bools
@@ -39,10 +40,16 @@ class Strategies:
             zero=first.zero,
             degrees=tuple(s.degrees for s in alike),
             dp=np.array([s.dp for s in alike]),
+            cp=np.array([s.cp for s in alike]),
             pp=np.array([s.pp for s in alike]),
             micro_batch_tokens=np.array([s.micro_batch_tokens for s in alike]),
             recompute=np.array([s.recompute for s in alike]),
         )
+
+    @property
+    def copies(self) -> Ints:
+        """Number of ranks that compute with the same parameters."""
+        return self.dp * self.cp
 
     def spread_layers(self, layers: int) -> Ints:
         """Count the layers of a model on each stage, [stages, strategies]. The count is 0 past a strategy's last

@@ -18,7 +18,7 @@ from realrl.families.tensors import Init, TensorSpec
 from realrl.layout.layout import build_layout
 from realrl.layout.shard import Shard
 from realrl.model.arithmetic.ops import Products
-from realrl.model.group import Group, make_single_rank_group
+from realrl.model.group import Group
 from realrl.plan.placement import ELEMENT_BYTES, Dtype, Mesh, Placement, Strategy
 from realrl.planner.profile.profile import LayerKind, Measurement
 from realrl.planner.workload.shard_sizes import LocalSizes
@@ -219,11 +219,8 @@ def make_tensor_rank(
     shape = shape.with_layers(layers)
     placement = Placement(Mesh(0, tp), Strategy(tp=tp))
     rank = max(range(tp), key=lambda t: (len(Shard(shape, head, tp, t).queries), -t))
-    single = make_single_rank_group(rank)
-    tensor = _Silent(placement.ranks, rank) if tp > 1 else single
-    groups = ParallelGroups(
-        data=single, tensor=tensor, pipeline=single, reverse_pipeline=single, mesh=single, embedding=None
-    )
+    tensor = {"tensor": _Silent(placement.ranks, rank)} if tp > 1 else {}
+    groups = ParallelGroups.of_single_rank(rank, **tensor)
     layout = build_layout(shape, head, placement)
     model = Model(layout, rank, groups, dtype=dtype, device=device, products=products)
     # Use values like those of a model, but draw them on the device: on a CPU, a large model would take minutes.

@@ -323,6 +323,7 @@ def _more_parts(place: Placement, most: int) -> list[Strategy]:
     """
     old, size = place.strategy, place.mesh.size
     allowed = {
+        "cp": [old.cp],
         "tp": [old.tp << doublings for doublings in range((most // old.tp).bit_length())],
         "pp": [old.pp << doublings for doublings in range((size // old.pp).bit_length())],
     }
