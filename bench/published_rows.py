@@ -110,7 +110,7 @@ class Row:
         """Place the row's strategy of training, or of its only call, on its devices."""
         r = self.of
         strategy = Strategy(
-            dp=r["dp"], tp=r["tp"], pp=r["pp"], micro_batch_tokens=tokens, recompute=recompute,
+            dp=r["dp"], cp=r.get("cp", 1), tp=r["tp"], pp=r["pp"], micro_batch_tokens=tokens, recompute=recompute,
             sequence_parallel=r.get("sequence_parallel", False), zero=r.get("zero", 1),
         )  # fmt: skip
         return Placement(self.mesh("train_on"), strategy)
