@@ -25,6 +25,9 @@ from typing import Any
 
 import yaml
 
+from realrl.plan.cluster import Cluster
+from realrl.recipe.load import parse_experiment
+from realrl.testing.check import make_uniform_plan
 from realrl.testing.records import list_sentences, make_up_records
 from realrl.testing.shrink import SHAPE, save_model
 
@@ -40,8 +43,9 @@ CASES = (
     ("grpo", 3, "disjoint"),
     ("ppo", 3, "interleave"),
     ("grpo", 4, "symmetric"),
+    ("ppo", 4, "cp=2"),
 )
-"""Algorithm, number of processes and plan of each case."""
+"""Algorithm, number of processes and plan of each case: a preset, or a degree that all calls have."""
 ASYNCHRONOUS_CASES = (
     ("ppo", 4, "openrlhf", 1),
     ("grpo", 4, "openrlhf", 2),
@@ -172,6 +176,13 @@ class World:
         }
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         file = run_dir.parent / "recipe.yaml"
+        axis, _, degree = case.plan.partition("=")
+        if degree:
+            graph = parse_experiment({**recipe, "plan": "symmetric"}).graph
+            degrees = {axis: int(degree)}
+            plan = make_uniform_plan(graph, Cluster(1, case.size), micro_batch_tokens=256, **degrees)
+            recipe["plan"] = str(file.with_name("plan.yaml"))
+            plan.save(recipe["plan"], graph)
         file.write_text(yaml.safe_dump(recipe))
         return file
 

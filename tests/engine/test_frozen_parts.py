@@ -72,19 +72,33 @@ OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1, grad_clip=0.5, eps=1e-4)
 STEPS, ITEMS = 2, 8
 STRATEGIES = {
     1: ["1 1 1", "1 1 1 r"],
-    2: ["2 1 1", "1 2 1", "1 2 1 s", "1 2 1 sr", "1 1 2", "1 1 2 r", "2 1 1 2", "2 1 1 3r"],
+    2: [
+        "2 1 1",
+        "1 2 1",
+        "1 2 1 s",
+        "1 2 1 sr",
+        "1 1 2",
+        "1 1 2 r",
+        "2 1 1 2",
+        "2 1 1 3r",
+        "1 1 1 c2",
+        "1 1 1 c2 r",
+    ],
     3: ["1 3 1 s", "3 1 1 3"],
-    4: ["2 2 1 3s", "2 1 2 2"],
+    4: ["2 2 1 3s", "2 1 2 2", "1 2 1 c2 3s"],
 }
-"""(dp, tp, pp), with `s` for sequence parallelism, `r` for recomputation, and the stage of ZeRO."""
+"""(dp, tp, pp), with `c2` for context parallelism, `s` for sequence parallelism, `r` for recomputation, and the
+stage of ZeRO."""
 
 
 def placements(world: int) -> list[Placement]:
     found = []
     for text in STRATEGIES[world]:
         dp, tp, pp, *flags = text.split()
+        cp = 1 + ("c2" in flags)
+        flags = [flag for flag in flags if flag != "c2"]
         strategy = Strategy(
-            dp=int(dp), tp=int(tp), pp=int(pp), micro_batch_tokens=40,
+            dp=int(dp), cp=cp, tp=int(tp), pp=int(pp), micro_batch_tokens=40,
             sequence_parallel="s" in "".join(flags), recompute="r" in "".join(flags),
             zero=next((stage for stage in (2, 3) if str(stage) in "".join(flags)), 1),
         )  # fmt: skip
@@ -239,12 +253,12 @@ def check(case: str, placement: Placement, found: dict[str, object]) -> None:
             numel += values.numel()
         else:
             assert torch.equal(values, before[name][slices]), f"{where}: {name} has changed"
-    dp, zero = placement.strategy.dp, placement.strategy.zero
-    padding = dp * 4 + 67  # of buckets, and of a vocabulary that is cut unevenly
-    shared = dp if zero == 2 else 1  # gradients of a part of the parameters, all of which a rank has
+    copies, zero = placement.strategy.copies, placement.strategy.zero
+    padding = copies * 4 + 67  # of buckets, and of a vocabulary that is cut unevenly
+    shared = copies if zero == 2 else 1  # gradients of a part of the parameters, all of which a rank has
     assert 0 <= found["gradients"] - numel // shared <= padding * 32, where  # type: ignore[operator]
     assert found["gradients"] >= found["trained"] // shared, where  # type: ignore[operator]
-    assert found["state"] == 2 * found["gradients"] // (dp if zero == 1 else 1), where  # type: ignore[operator]
+    assert found["state"] == 2 * found["gradients"] // (copies if zero == 1 else 1), where  # type: ignore[operator]
     assert found["held"] == found["predicted"], where
     assert not found["frozen with a gradient"], where
 
