@@ -137,7 +137,7 @@ def test_the_update_whose_loss_or_gradient_is_not_finite_is_skipped(alone: dict[
     """Every strategy has the same figures, by the test below."""
     for name, (_, head) in MODELS.items():
         (cause,) = [figure for figure in alone[name] if "skipped_for/" in figure]
-        expected = "0/skipped_for/the gradient of" if head == "lm" else "0/skipped_for/the loss"
+        expected = "0/skipped_for/the gradient of" if head == "lm" else "0/skipped_for/loss"
         assert cause.startswith(expected)
         assert [int(alone[name][f"{step}/skipped_steps"]) for step in range(2)] == [1, 0]
 

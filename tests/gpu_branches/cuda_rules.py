@@ -49,18 +49,21 @@ def _bmm(self: Tensor, mat2: Tensor, out_dtype: torch.dtype) -> Tensor:
     return (self.float() @ mat2.float()).to(out_dtype)
 
 
-def _check_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> None:
+def _check_attention(q: Tensor, k: Tensor, v: Tensor) -> None:
     assert q.dtype == k.dtype == v.dtype and q.dtype in HALF, "flash attention computes in half precision"
-    assert q.dim() == k.dim() == v.dim() == 3 and k.shape == v.shape and len(q) == len(k)
+    assert q.dim() == k.dim() == v.dim() == 3 and k.shape == v.shape
     assert q.shape[2] % 8 == 0 and q.shape[2] <= 256, "heads have a multiple of 8 dims, at most 256"
     assert q.shape[1] % k.shape[1] == 0, "equal groups of query heads"
     assert all(x.stride(-1) == 1 for x in (q, k, v)), "heads are contiguous"
+
+
+def _check_starts(rows: Tensor, starts: Tensor, longest: int) -> None:
     assert starts.dtype == torch.int32 and starts.is_contiguous(), "starts are int32"
-    assert int(starts[0]) == 0 and int(starts[-1]) == len(q) and int(starts.diff().max()) <= longest
+    assert int(starts[0]) == 0 and int(starts[-1]) == len(rows) and int(starts.diff().max()) <= longest
 
 
 def _split(starts: Tensor, heads: int, *tensors: Tensor) -> Iterator[list[Tensor]]:
-    """Queries, keys and so on of each sequence, for every query head. [T, any heads, D] -> [heads, L, D] float32"""
+    """Rows of each sequence, for every query head. [T, any heads, D] -> [heads, L, D] float32"""
     lengths = starts.diff().tolist()
     wide = [x.float().repeat_interleave(heads // x.shape[1], 1).transpose(0, 1) for x in tensors]
     for parts in zip(*(x.split(lengths, 1) for x in wide), strict=True):
@@ -68,13 +71,15 @@ def _split(starts: Tensor, heads: int, *tensors: Tensor) -> Iterator[list[Tensor
 
 
 def _weigh(q: Tensor, k: Tensor, left: int | None) -> Tensor:
-    """Causal softmax of scores, of `left` keys before each query if that is not -1.
+    """Causal softmax of scores, of `left` keys before each query if that is not -1. The last query and the last key
+    belong to one token.
 
-    [heads, L, D] each -> [heads, L, L]
+    [heads, queries, D], [heads, keys, D] -> [heads, queries, keys]
     """
-    hidden = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu(1)
+    skipped = k.shape[1] - q.shape[1]
+    hidden = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).triu(skipped + 1)
     if left is not None and left >= 0:
-        hidden |= torch.ones_like(hidden).tril(-left - 1)
+        hidden |= torch.ones_like(hidden).tril(skipped - left - 1)
     return (q @ k.transpose(1, 2) * q.shape[2] ** -0.5).masked_fill(hidden, -torch.inf).softmax(2)
 
 
@@ -83,13 +88,14 @@ def _flash_forward(
     dropout_p: float, is_causal: bool, return_debug_mask: bool, *, scale: float | None = None,
     window_size_left: int | None = None, window_size_right: int | None = None, **_: object,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    _check_attention(query, key, value, cum_seq_q, max_q)
-    assert cum_seq_k is cum_seq_q or torch.equal(cum_seq_k, cum_seq_q)
+    _check_attention(query, key, value)
+    _check_starts(query, cum_seq_q, max_q)
+    _check_starts(key, cum_seq_k, max_k)
     assert is_causal == (window_size_left == -1) and window_size_right == 0, "causal, or with a window"
     assert scale is None and not dropout_p and not return_debug_mask
-    parts = [
-        _weigh(q, k, window_size_left) @ v for q, k, v in _split(cum_seq_q, query.shape[1], query, key, value)
-    ]
+    heads = query.shape[1]
+    each = zip(_split(cum_seq_q, heads, query), _split(cum_seq_k, heads, key, value), strict=True)
+    parts = [_weigh(q, k, window_size_left) @ v for (q,), (k, v) in each]
     output = torch.cat(parts, 1).transpose(0, 1).to(query.dtype)
     sums = query.new_zeros(query.shape[1], len(query), dtype=torch.float32)
     return output, sums, query.new_zeros(2), query.new_zeros(()), query.new_zeros(0)
@@ -97,12 +103,14 @@ def _flash_forward(
 
 def _flash_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
-    cum_seq_q: Tensor, *_: object, window_size_left: int | None = None, **__: object,
+    cum_seq_q: Tensor, cum_seq_k: Tensor, *_: object, window_size_left: int | None = None, **__: object,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     assert grad_out.dtype == query.dtype and out.shape == grad_out.shape
     grads: list[list[Tensor]] = [[], [], []]
     scale = query.shape[2] ** -0.5
-    for q, k, v, g in _split(cum_seq_q, query.shape[1], query, key, value, grad_out):
+    heads = query.shape[1]
+    each = zip(_split(cum_seq_q, heads, query, grad_out), _split(cum_seq_k, heads, key, value), strict=True)
+    for (q, g), (k, v) in each:
         weights = _weigh(q, k, window_size_left)
         grad_weights = g @ v.transpose(1, 2)
         grad_scores = weights * (grad_weights - (grad_weights * weights).sum(2, keepdim=True)) * scale

@@ -109,7 +109,7 @@ def test_a_decode_step_over_the_cache_is_the_last_row_of_a_packed_sequence(
             for pool in (cache.k, cache.v)
         )
         packing = Packing.of([5, len(keys)], "cpu")
-        blocked = packing.arrange_blocks(count_run_rows(heads, kv_heads))
+        blocked = packing.spans.arrange_blocks(count_run_rows(heads, kv_heads))
         pools = []
         for values_of in (keys, values):
             pool = torch.zeros(blocked.count, kv_heads, 16, dim, dtype=dtype)

@@ -69,10 +69,6 @@ def nobody_else() -> Iterator[Messages]:
         count("reduce_scatter", buffer)
         output.copy_(buffer[: len(output)])
 
-    def exchanged(output: torch.Tensor, buffer: torch.Tensor, **_: Any) -> None:
-        count("all_to_all", buffer)
-        output.copy_(buffer)
-
     def arrived(buffer: torch.Tensor, *_: Any, **__: Any) -> Sent:
         count("receive", buffer)
         buffer.zero_()
@@ -87,7 +83,6 @@ def nobody_else() -> Iterator[Messages]:
         patch.setattr(dist, "isend", sent)
         patch.setattr(dist, "irecv", arrived)
         patch.setattr(collectives, "_all_gather", gathered)
-        patch.setattr(dist, "all_to_all_single", exchanged)
         patch.setattr(collectives, "_reduce_scatter", scattered)
         patch.setattr(Pipeline, "broadcast_metrics", lambda _, metrics: metrics)
         yield found

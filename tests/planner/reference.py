@@ -154,7 +154,11 @@ def strategy_table(
                 for recompute in (False, True) if call.kind is Kind.TRAIN else (False,):
                     for offload, dtype in product((False, True) if home else (False,), dtypes):
                         dp = mesh.size // tp // pp
-                        strategy = Strategy(dp=dp, tp=tp, pp=pp, recompute=recompute, dtype=dtype)
+                        # Only some strategies divide tokens, because all of them would be too many candidates.
+                        cp = 2 if dp % 4 == 2 and recompute else 1
+                        strategy = Strategy(
+                            dp=dp // cp, cp=cp, tp=tp, pp=pp, recompute=recompute, dtype=dtype
+                        )
                         found = _cost_candidate(call, parameters, Placement(mesh, strategy), offload, trained)
                         candidates += [found, replace(found, keep=True)] if keeps else [found]
     return candidates

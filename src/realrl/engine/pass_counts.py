@@ -43,7 +43,7 @@ class PassCounts:
         self.micro_batches += 1
         self.tokens += sum(packing.lengths)
         self.squares += sum(length * length for length in packing.lengths)
-        self.padded_tokens += packing.padded_tokens
+        self.padded_tokens += packing.spans.padded_tokens
 
     def add_decode_step(self, rows: int) -> None:
         self.decode_steps += 1

@@ -57,26 +57,6 @@ def _scaled(part: range, width: int) -> range:
     return range(part.start * width, part.stop * width)
 
 
-def count_exchanged_heads(heads: int, kv_heads: int, ranks: int) -> tuple[int, int] | None:
-    """Count the query heads and the key/value heads of each context-parallel rank, if the ranks exchange tokens for
-    heads.
-
-    Ranks with the same key/value head each get a copy of it. Returns None if the heads do not divide evenly.
-    """
-    group = heads // kv_heads
-    even = heads % kv_heads == 0 and heads % ranks == 0
-    if not even or (heads // ranks % group and group % (heads // ranks)):
-        return None
-    return heads // ranks, max(1, kv_heads // ranks)
-
-
-def exchanges_heads(heads: int, kv_heads: int, ranks: int) -> bool:
-    """Check whether context-parallel ranks send fewer numbers if they exchange tokens for heads, and not gather
-    keys and values."""
-    counts = count_exchanged_heads(heads, kv_heads, ranks)
-    return counts is not None and 2 * sum(counts) < 2 * kv_heads
-
-
 @cache
 def stage_layers(layers: int, pp: int) -> tuple[range, ...]:
     """Divide layers among pipeline stages. Each stage gets consecutive layers, and their numbers differ by at most

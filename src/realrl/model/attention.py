@@ -168,49 +168,44 @@ def _has_varlen_kernel(qkv: Tensor, dim: int) -> bool:
     return has_flash_attention(qkv.device)
 
 
-def _attend_exactly(qkv: Tensor, packing: Packing, of: _Attention) -> Tensor:
-    """Compute `varlen_attention` without gradients, with the arithmetic of decode steps. Keys and values are stored
-    in blocks first, as in a KV cache.
-
-    qkv: [T, (heads + 2 kv_heads) * D] -> [T, heads * D]
-    """
-    _, k, v = split_heads(qkv, of.heads, of.kv_heads)
-    blocked = packing.arrange_blocks(count_run_rows(of.heads, of.kv_heads))
+def _attend_exactly(q: Tensor, kv: Tensor | None, of: _Attention) -> Tensor:
+    """Compute attention without gradients, with the arithmetic of decode steps. Keys and values are stored in
+    blocks first, as in a KV cache. Arguments as for `_SequenceAttention`."""
+    k, v = split_heads(q, of.heads, of.kv_heads)[1:] if kv is None else _split_keys(kv, of.kv_heads)
+    blocked = of.spans.arrange_blocks(count_run_rows(of.heads, of.kv_heads))
     cache = PagedCache(
         CacheSize(blocked.count, 1),
         layers=1,
         kv_heads=of.kv_heads,
         head_dim=k.shape[2],
-        dtype=qkv.dtype,
-        device=qkv.device,
+        dtype=q.dtype,
+        device=q.device,
     )
     with torch.no_grad():
         cache.store(0, k, v, blocked.places)
-        return attend_to_runs(qkv, cache.k[0], cache.v[0], blocked.runs, of.heads, of.rule)
+        return attend_to_runs(q, cache.k[0], cache.v[0], blocked.runs, of.heads, of.rule)
 
 
 class _ExactAttention(Function):
     """Attention whose forward pass uses the exact kernel. The gradient comes from the fast kernel, because only
-    forward passes need to be exact."""
+    forward passes need to be exact. Arguments as for `_SequenceAttention`."""
 
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, packing: Packing, sinks: Tensor | None, of: _Attention) -> Tensor:
-        ctx.save_for_backward(qkv, sinks)
-        ctx.packing, ctx.of = packing, of
-        return _attend_exactly(qkv, packing, of)
+    def forward(ctx: Any, q: Tensor, kv: Tensor | None, sinks: Tensor | None, of: _Attention) -> Tensor:
+        ctx.save_for_backward(q, kv, sinks)
+        ctx.of = of
+        return _attend_exactly(q, kv, of)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        saved, sinks = ctx.saved_tensors
-        inputs = [saved.detach().requires_grad_(True)]
-        if sinks is not None:
-            inputs.append(sinks.detach().requires_grad_(True))
-        of: _Attention = ctx.of
-        rule = replace(of.rule, sinks=inputs[1] if sinks is not None else None)
+        saved = [None if x is None else x.detach().requires_grad_() for x in ctx.saved_tensors]
+        q, kv, sinks = saved
+        assert q is not None, "only keys beside queries and sinks may be missing"
+        of = replace(ctx.of, rule=replace(ctx.of.rule, sinks=sinks))
         with torch.enable_grad():
-            out = varlen_attention(inputs[0], ctx.packing, of.heads, of.kv_heads, rule)
-        grads = torch.autograd.grad(out, inputs, grad)
-        return grads[0], None, grads[1] if sinks is not None else None, None
+            out = _attend(q, kv, of)
+        grads = iter(torch.autograd.grad(out, [x for x in saved if x is not None], grad))
+        return *(None if x is None else next(grads) for x in saved), None
 
 
 def varlen_attention(
@@ -227,39 +222,50 @@ def varlen_attention(
 
     qkv: [T, (heads + 2 kv_heads) * D], queries first, then keys, then values -> [T, heads * D]
     """
-    if exact or not on_gpu(qkv):
-        of = _Attention(packing.spans, heads, kv_heads, rule)
-        function, beside = (_ExactAttention, packing) if exact else (_SequenceAttention, None)
-        return apply_function(function, qkv, beside, rule.sinks, of)
-    if can_attend_to_spans(qkv, heads, kv_heads, rule):
-        return _attend_packed(*split_heads(qkv, heads, kv_heads), packing.spans, rule)
-    return _attend_padded(qkv, packing.pad_heads(heads, kv_heads), rule)
-
-
-def can_attend_to_spans(qkv: Tensor, heads: int, kv_heads: int, rule: AttentionRule) -> bool:
-    """Check whether there is a kernel for `attend_to_spans`. qkv: as for `varlen_attention`"""
-    dim = qkv.shape[1] // (heads + 2 * kv_heads)
-    return not on_gpu(qkv) or (not rule.needs_scores and _has_varlen_kernel(qkv, dim))
+    return _attend(qkv, None, _Attention(packing.spans, heads, kv_heads, rule), exact=exact)
 
 
 def attend_to_spans(
-    q: Tensor, kv: Tensor, spans: Spans, heads: int, kv_heads: int, rule: AttentionRule = CAUSAL
+    q: Tensor,
+    kv: Tensor,
+    spans: Spans,
+    heads: int,
+    kv_heads: int,
+    rule: AttentionRule = CAUSAL,
+    *,
+    exact: bool = False,
 ) -> Tensor:
-    """Compute causal attention of some tokens: each query attends to its own token and to earlier tokens of its
-    sequence.
+    """Compute `varlen_attention` of the last tokens of sequences. On a GPU, all sequences but the first must be
+    whole.
 
     q: [queries, heads * D]; kv: [tokens, 2 * kv_heads * D], keys first, then values -> [queries, heads * D]
     """
-    if not on_gpu(q):
-        of = _Attention(spans, heads, kv_heads, rule)
-        return apply_function(_SequenceAttention, q, kv, rule.sinks, of)
-    k, v = kv.view(len(kv), 2, kv_heads, -1).unbind(1)
-    return _attend_packed(q.view(len(q), heads, -1), k, v, spans, rule)
+    return _attend(q, kv, _Attention(spans, heads, kv_heads, rule), exact=exact)
+
+
+def _attend(q: Tensor, kv: Tensor | None, of: _Attention, *, exact: bool = False) -> Tensor:
+    """Attend with the kernel for these tensors. Arguments as for `_SequenceAttention`."""
+    if exact or not on_gpu(q):
+        return apply_function(_ExactAttention if exact else _SequenceAttention, q, kv, of.rule.sinks, of)
+    heads, kv_heads, spans = of.heads, of.kv_heads, of.spans
+    dim = q.shape[1] // (heads + 2 * kv_heads) if kv is None else kv.shape[1] // (2 * kv_heads)
+    if not of.rule.needs_scores and _has_varlen_kernel(q, dim):
+        if kv is None:
+            return _attend_packed(*split_heads(q, heads, kv_heads), spans, of.rule)
+        return _attend_packed(q.view(len(q), heads, dim), *_split_keys(kv, kv_heads), spans, of.rule)
+    if kv is None:
+        return _attend_padded(q, spans.pad_heads(heads, kv_heads), of.rule)
+    queries, keys = spans.queries[0], spans.keys[0]
+    first = _attend_with_last_queries(q[:queries], kv[:keys], of)
+    if len(spans.keys) == 1:
+        return first
+    others = torch.cat((q[queries:], kv[keys:]), 1)
+    return torch.cat((first, _attend_padded(others, spans.others.pad_heads(heads, kv_heads), of.rule)))
 
 
 def _attend_packed(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: AttentionRule) -> Tensor:
-    """Compute attention with torch's flash kernel for packed sequences. q: [queries, heads, D] -> [queries, heads *
-    D]"""
+    """Compute attention with torch's flash kernel for packed sequences. q: [queries, heads, D]; k, v: [tokens,
+    kv_heads, D] -> [queries, heads * D]"""
     attend, options = load_packed_attention()
     output = attend(
         q,
@@ -269,11 +275,27 @@ def _attend_packed(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Attentio
         cu_seq_k=spans.cu_keys,
         max_q=max(spans.queries),
         max_k=max(spans.keys),
-        # Causal. The kernel aligns the last query with the last key.
+        # Causal. The kernel aligns the last query of a sequence with its last key.
         window_size=(-1 if rule.window is None else rule.window - 1, 0),
         **options,
     )
     return output.reshape(len(q), -1)
+
+
+def _attend_with_last_queries(q: Tensor, kv: Tensor, of: _Attention) -> Tensor:
+    """Compute attention of the last tokens of one sequence, block by block of queries. q: [queries, heads * D]; kv:
+    [tokens, 2 * kv_heads * D] -> [queries, heads * D]"""
+    of_heads = [q.view(len(q), of.heads, -1)]
+    of_heads += [x.repeat_interleave(of.heads // of.kv_heads, 1) for x in _split_keys(kv, of.kv_heads)]
+    by_head = [x.transpose(0, 1).contiguous() for x in of_heads]
+    out = apply_function(ScoredAttention, *by_head, of.rule.sinks, of.rule.window, of.rule.cap)
+    return out.transpose(0, 1).reshape(len(q), -1)
+
+
+def _split_keys(kv: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
+    """View keys and values. [T, 2 * kv_heads * D] -> [T, kv_heads, D] each"""
+    k, v = kv.view(len(kv), 2, kv_heads, -1).unbind(1)
+    return k, v
 
 
 def split_heads(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -66,12 +66,6 @@ def reduce_scatter(
     return _reduce_scatter(output, buffer, dist.ReduceOp.SUM, group=group.handle, async_op=async_op)
 
 
-def exchange(output: Tensor, buffer: Tensor, group: Group) -> None:
-    """Send the i-th of equal parts of `buffer` [N, ...] to rank i of the group; part i of `output` [N, ...] comes
-    from rank i."""
-    dist.all_to_all_single(output, buffer, group=group.handle)
-
-
 def all_gather(buffer: Tensor, part: Tensor, group: Group, *, async_op: bool = False) -> dist.Work | None:
     """All-gather each rank's `part` [N / size] into `buffer` [N]; `part` may lie inside `buffer`.
 

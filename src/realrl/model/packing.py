@@ -59,7 +59,7 @@ class BlockedKeys:
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """Packed sequences of B spans, and the queries among their tokens: the last tokens of each sequence.
+    """B packed sequences, and the queries among their T tokens: the last tokens of each sequence.
 
     cu_queries, cu_keys: [B + 1] int32, the first query and the first token of each sequence, and their numbers.
     """
@@ -70,16 +70,46 @@ class Spans:
     """Number of tokens of each sequence."""
     cu_queries: Tensor
     cu_keys: Tensor
+    _padded: dict[tuple[int, int], PaddedHeads] = field(default_factory=dict)
+    _blocked: dict[int, BlockedKeys] = field(default_factory=dict)
 
     @classmethod
     def of(cls, queries: Sequence[int], keys: Sequence[int], device: torch.device | str) -> "Spans":
         starts = [_find_starts(torch.tensor(lengths)).int() for lengths in (queries, keys)]
-        return cls(tuple(queries), tuple(keys), *copy_to_device(starts, torch.device(device)))
+        cu_queries, cu_keys = copy_to_device(starts, torch.device(device))
+        return cls(tuple(queries), tuple(keys), cu_queries, cu_keys)
 
     @cached_property
     def starts(self) -> tuple[Tensor, Tensor]:
         """`cu_queries` and `cu_keys` as int64."""
         return self.cu_queries.long(), self.cu_keys.long()
+
+    @cached_property
+    def others(self) -> "Spans":
+        """All sequences but the first."""
+        return Spans.of(self.queries[1:], self.keys[1:], self.cu_keys.device)
+
+    @property
+    def padded_tokens(self) -> int:
+        """Number of tokens in the padded layout, including padding; 0 if no layout has been computed."""
+        layout = next(iter(self._padded.values()), None)
+        return 0 if layout is None else sum(bucket.tokens for bucket in layout.buckets)
+
+    def pad_heads(self, heads: int, kv_heads: int) -> PaddedHeads:
+        """Compute the padded layout for these numbers of heads; the result is cached. All tokens must be
+        queries."""
+        assert self.queries == self.keys, "a padded layout has whole sequences"
+        key = (heads, kv_heads)
+        if key not in self._padded:
+            self._padded[key] = _compute_padded_heads(self.keys, heads, kv_heads, self.cu_keys.device)
+        return self._padded[key]
+
+    def arrange_blocks(self, run_rows: int) -> BlockedKeys:
+        """Arrange keys in blocks; up to `run_rows` neighbouring queries of a sequence read them together. The
+        result is cached."""
+        if run_rows not in self._blocked:
+            self._blocked[run_rows] = _arrange_blocks(self, run_rows)
+        return self._blocked[run_rows]
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,11 +184,6 @@ class TokenShare:
         self.gathered, self.order, self.places, self.positions, self.rows = copies[:5]
         self.real, self.predicting, self.targets = copies[5:]
 
-    @cached_property
-    def whole(self) -> "Packing":
-        """All sequences, padding included."""
-        return Packing.of(self.padded_lengths, self.places.device)
-
     @property
     def piece_tokens(self) -> int:
         return self.count // 2
@@ -211,8 +236,6 @@ class Packing:
     target_indices: Tensor
     share: TokenShare | None = None
     """Tokens of this rank, if context-parallel ranks divide the tokens."""
-    _padded: dict[tuple[int, int], PaddedHeads] = field(default_factory=dict)
-    _blocked: dict[int, BlockedKeys] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -235,16 +258,6 @@ class Packing:
             share=TokenShare(lengths, device, index, ranks) if ranks > 1 else None,
         )
 
-    @property
-    def max_length(self) -> int:
-        return max(self.lengths)
-
-    @property
-    def padded_tokens(self) -> int:
-        """Number of tokens in the padded layout, including padding; 0 if no layout has been computed."""
-        layout = next(iter(self._padded.values()), None)
-        return 0 if layout is None else sum(bucket.tokens for bucket in layout.buckets)
-
     @cached_property
     def starts(self) -> Tensor:
         """Index of the first token of each sequence, then T. [B + 1] int64"""
@@ -262,20 +275,6 @@ class Packing:
         rows = torch.arange(len(sizes)).repeat_interleave(sizes)
         return copy_to_device([rows], self.positions.device)[0]
 
-    def pad_heads(self, heads: int, kv_heads: int) -> PaddedHeads:
-        """Compute the padded layout for these numbers of heads; the result is cached."""
-        key = (heads, kv_heads)
-        if key not in self._padded:
-            self._padded[key] = _compute_padded_heads(self, heads, kv_heads)
-        return self._padded[key]
-
-    def arrange_blocks(self, run_rows: int) -> BlockedKeys:
-        """Arrange keys in blocks; up to `run_rows` neighbouring tokens of a sequence read them together. The result
-        is cached."""
-        if run_rows not in self._blocked:
-            self._blocked[run_rows] = _arrange_blocks(self, run_rows)
-        return self._blocked[run_rows]
-
 
 @dataclass(frozen=True, eq=False)
 class Prefill:
@@ -291,26 +290,30 @@ class Prefill:
     """Keys that the tokens of the parts see, their own included; None if there are no parts."""
 
 
-def _arrange_blocks(packing: Packing, run_rows: int) -> BlockedKeys:
-    lengths = torch.tensor(packing.lengths)
+def _arrange_blocks(spans: Spans, run_rows: int) -> BlockedKeys:
+    lengths, queries = torch.tensor(spans.keys), torch.tensor(spans.queries)
     sequences = torch.arange(len(lengths)).repeat_interleave(lengths)
     starts = _find_starts(lengths)
     positions = torch.arange(int(starts[-1])) - starts[sequences]
+    of_query = torch.arange(len(lengths)).repeat_interleave(queries)
+    query_starts = _find_starts(queries)
+    numbers = torch.arange(int(query_starts[-1])) - query_starts[of_query]
+    seen = numbers + (lengths - queries + 1)[of_query]
     counts = -(-lengths // BLOCK_TOKENS)
     first_blocks = _find_starts(counts)
-    first_rows = (positions % run_rows == 0).nonzero().squeeze(-1)
-    tables = first_blocks[sequences[first_rows], None] + torch.arange(int(counts.max()))
+    first_rows = (numbers % run_rows == 0).nonzero().squeeze(-1)
+    tables = first_blocks[of_query[first_rows], None] + torch.arange(int(counts.max()))
     blocks, offsets, tables, seen, no_table, none, runs = copy_to_device(
         [
             first_blocks[sequences] + positions // BLOCK_TOKENS,
             positions % BLOCK_TOKENS,
             tables,
-            positions + 1,
+            seen,
             torch.zeros((1, 1), dtype=torch.int64),
-            torch.zeros_like(positions),
-            torch.cat((first_rows, starts[-1:])),
+            torch.zeros_like(seen),
+            torch.cat((first_rows, query_starts[-1:])),
         ],
-        packing.positions.device,
+        spans.cu_keys.device,
     )
     return BlockedKeys(
         count=int(first_blocks[-1]),
@@ -323,14 +326,16 @@ def _arrange_blocks(packing: Packing, run_rows: int) -> BlockedKeys:
             own_lengths=none,
             starts=runs,
             most=run_rows,
-            longest=packing.max_length,
+            longest=max(spans.keys),
         ),
     )
 
 
-def _compute_padded_heads(packing: Packing, heads: int, kv_heads: int) -> PaddedHeads:
-    buckets = bucket_lengths(packing.lengths)
-    lengths = torch.tensor(packing.lengths)
+def _compute_padded_heads(
+    all_lengths: tuple[int, ...], heads: int, kv_heads: int, device: torch.device
+) -> PaddedHeads:
+    buckets = bucket_lengths(all_lengths)
+    lengths = torch.tensor(all_lengths)
     starts = _find_starts(lengths)
     total = heads + 2 * kv_heads
     input_rows: list[Tensor] = []
@@ -353,7 +358,7 @@ def _compute_padded_heads(packing: Packing, heads: int, kv_heads: int) -> Padded
         where = valid.nonzero().squeeze(-1)
         return torch.empty(size, dtype=torch.int64).index_copy_(0, index[where], where)
 
-    tokens = len(packing.positions)
+    tokens = int(starts[-1])
     pad_input, is_input = torch.cat(input_rows), torch.cat(input_valid)
     pad_output, is_output = torch.cat(output_rows), torch.cat(output_valid)
     index = {
@@ -363,7 +368,7 @@ def _compute_padded_heads(packing: Packing, heads: int, kv_heads: int) -> Padded
         "output_padding": (~is_output).nonzero().squeeze(-1),
         "unpad_output_index": invert(pad_output, is_output, tokens * heads),
     }
-    copies = copy_to_device([*index.values()], packing.positions.device)
+    copies = copy_to_device([*index.values()], device)
     return PaddedHeads(heads, kv_heads, buckets, **dict(zip(index, copies, strict=True)))
 
 

@@ -238,8 +238,8 @@ class Placement:
 
     @property
     def layout(self) -> str:
-        """Text such as `d2 t1 p1 @0-1`; it is equal for two placements exactly if their parameters have the same
-        layout."""
+        """Text such as `d2 t1 p1 @0-1`. Two placements with the same text have the same layout of parameters, and
+        may share them."""
         s = self.strategy
         sharded = " z3" if s.shards_parameters else ""
         return f"{s.degrees}{sharded} @{self.mesh}{f' {s.dtype}' if s.dtype else ''}"

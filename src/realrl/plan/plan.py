@@ -40,8 +40,8 @@ class _Entry(Settings):
     """Whether training checkpoints activations: it keeps only the inputs of layers, and recomputes their other
     activations."""
     zero: Literal[1, 2, 3] = 1
-    """Stage of ZeRO. Data-parallel ranks shard the optimizer state (stage 1), gradients too (2), or parameters too
-    (3)."""
+    """Stage of ZeRO. Ranks with the same parameters shard the optimizer state (stage 1), gradients too (2), or
+    parameters too (3)."""
 
     @field_validator("mesh", mode="before")
     @classmethod

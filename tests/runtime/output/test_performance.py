@@ -232,7 +232,7 @@ def test_padding_of_attention_is_counted_where_there_is_any() -> None:
     packing = Packing.of([3, 2], "cpu")
     counts.add_micro_batch(packing)
     assert read_passes(counts) == WorkDone(tokens=5, scored=5, squares=13, micro_batches=1)
-    packing.pad_heads(2, 1)  # to a multiple of 8
+    packing.spans.pad_heads(2, 1)  # to a multiple of 8
     counts.add_micro_batch(packing)
     assert read_passes(counts).padded_tokens == 2 * 8 and read_passes(counts).micro_batches == 2
     counts.reset()

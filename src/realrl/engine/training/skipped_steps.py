@@ -126,7 +126,7 @@ def _list_names(model: Model, minibatch: Batch, metrics: Metrics) -> Iterator[st
     for spec in model.layout.specs:
         yield f"parameter {spec.name}"
     yield from metrics.means
-    yield "the loss"
+    yield "loss"
     for spec in model.layout.specs:
         yield f"the gradient of {spec.name}"
 

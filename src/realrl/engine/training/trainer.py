@@ -311,8 +311,10 @@ class Trainer:
         self._skipped.check()
 
     def _copy_for_report(self, minibatch: Batch) -> Batch | None:
-        """Copy a mini-batch to the host for a report; None if another TP rank or stage reports the same items."""
-        first = self.model.groups.tensor.index == 0 and self.model.shard.last
+        """Copy a mini-batch to the host for a report; None if another TP or CP rank or stage reports the same
+        items."""
+        groups = self.model.groups
+        first = groups.tensor.index == groups.context.index == 0 and self.model.shard.last
         return minibatch.to(torch.device("cpu")) if first else None
 
     def _accumulate_gradients(

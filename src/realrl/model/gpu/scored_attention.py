@@ -21,11 +21,12 @@ class ScoredAttention(Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, window: int | None, cap: float | None
     ) -> Tensor:
-        """q, k, v: [N, L, D]; sinks: [heads], N is a multiple of heads -> [N, L, D]"""
+        """The queries are the last tokens of each sequence. q: [N, queries, D]; k, v: [N, L, D]; sinks: [heads], N
+        is a multiple of heads -> [N, queries, D]"""
         ctx.save_for_backward(q, k, v, sinks)
         ctx.window, ctx.cap = window, cap
         out = torch.empty_like(q)
-        for rows, keys in _split_queries(q, window):
+        for rows, keys in _split_queries(q, k, window):
             weights, _, _ = _weigh(q, k, sinks, window, cap, rows, keys)
             torch.bmm(weights.to(v.dtype), v[:, keys], out=out[:, rows])
         return out
@@ -37,7 +38,7 @@ class ScoredAttention(Function):
         grad_q = torch.empty_like(q)
         grad_k, grad_v = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
         grad_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=torch.float32)
-        for rows, keys in _split_queries(q, window):
+        for rows, keys in _split_queries(q, k, window):
             weights, of_sinks, slope = _weigh(q, k, sinks, window, cap, rows, keys, with_slope=True)
             upstream = grad[:, rows].contiguous()
             grad_v[:, keys] += _multiply(weights.to(v.dtype).transpose(1, 2), upstream)
@@ -54,14 +55,16 @@ class ScoredAttention(Function):
         return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), grad_sinks, None, None
 
 
-def _split_queries(q: Tensor, window: int | None) -> Iterator[tuple[slice, slice]]:
+def _split_queries(q: Tensor, k: Tensor, window: int | None) -> Iterator[tuple[slice, slice]]:
     """Split queries into blocks with a limited number of scores; yield each block with the keys that it sees."""
-    count, length, _ = q.shape
+    count, length, _ = k.shape
+    queries = q.shape[1]
+    skipped = length - queries
     rows = max(1, limits.GPU_SCORES // (count * length))
-    for first in range(0, length, rows):
-        last = min(first + rows, length)
-        begin = 0 if window is None else max(0, first + 1 - window)
-        yield slice(first, last), slice(begin, last)
+    for first in range(0, queries, rows):
+        last = min(first + rows, queries)
+        begin = 0 if window is None else max(0, skipped + first + 1 - window)
+        yield slice(first, last), slice(begin, skipped + last)
 
 
 def _weigh(
@@ -78,8 +81,8 @@ def _weigh(
     """Compute the weights of a block of queries, the weights of their sinks, and with `with_slope` the derivative
     of the cap.
 
-    All results are float32. q, k: [N, L, D]; sinks: [heads], N is a multiple of heads -> weights [N, rows, keys],
-    weights of sinks [N, rows, 1], derivative [N, rows, keys]
+    All results are float32. q: [N, queries, D]; k: [N, L, D]; sinks: [heads], N is a multiple of heads
+    -> weights [N, rows, keys], weights of sinks [N, rows, 1], derivative [N, rows, keys]
     """
     scores = _multiply(q[:, rows], k[:, keys].transpose(1, 2)).mul_(q.shape[2] ** -0.5)
     slope = None
@@ -87,7 +90,7 @@ def _weigh(
         scores.div_(cap).tanh_()
         slope = scores.square().neg_().add_(1) if with_slope else None
         scores.mul_(cap)
-    of_query = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
+    of_query = torch.arange(rows.start, rows.stop, device=q.device)[:, None] + k.shape[1] - q.shape[1]
     of_key = torch.arange(keys.start, keys.stop, device=q.device)
     hidden = of_key > of_query
     if window is not None:

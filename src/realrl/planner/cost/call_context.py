@@ -6,7 +6,6 @@ from functools import cached_property
 import numpy as np
 
 from realrl.dataflow.call import Candidates
-from realrl.layout.ranges import count_exchanged_heads, exchanges_heads
 from realrl.planner.cost.network import Network
 from realrl.planner.cost.timing import DeviceHostTime, Timing
 from realrl.planner.workload.strategies import Strategies
@@ -57,24 +56,12 @@ class CallContext:
         return DeviceHostTime(2 * ring.all_reduce(size), 2 * self.collective_host)
 
     def key_communication(self, tokens: Real) -> DeviceHostTime:
-        """Predict the time of the communication of CP ranks for the attention of a layer, each with `tokens`.
-
-        They gather keys and values, or exchange tokens for heads before and after attention. The backward pass
-        takes the same time: gradients are reduce-scattered or exchanged. An exchange is taken to last as long as an
-        all-gather whose result has the bytes that a rank exchanges.
-        """
-        strategies, sizes = self.strategies, self.timing.sizes
-        heads, kv_heads = (dim // sizes.shape.head_dim for dim in (sizes.q_dim, sizes.cache_dim))
-        width = sizes.shape.head_dim * self.timing.element_bytes
-        ring = self.network.group("cp")
-        gathered = ring.all_gather(2 * tokens * strategies.cp * kv_heads * width)
-        exchanged = np.array([exchanges_heads(heads, kv_heads, cp) for cp in strategies.cp.tolist()])
-        if not exchanged.any():
-            return DeviceHostTime(gathered, np.where(strategies.cp > 1, self.collective_host, 0.0))
-        copies = np.array([_count_sent_heads(heads, kv_heads, cp) for cp in strategies.cp.tolist()])
-        both = ring.all_gather(tokens * copies * width) + ring.all_gather(tokens * heads * width)
-        collectives = np.where(exchanged, 2, strategies.cp > 1)
-        return DeviceHostTime(np.where(exchanged, both, gathered), collectives * self.collective_host)
+        """Predict the time in which CP ranks gather the keys and values of a layer, each for its own `tokens`. In
+        the backward pass, they reduce-scatter the gradients in the same time."""
+        whole = tokens * self.strategies.cp
+        keys = 2 * whole * self.timing.sizes.cache_dim * self.timing.element_bytes
+        host = np.where(self.strategies.cp > 1, self.collective_host, 0.0)
+        return DeviceHostTime(self.network.group("cp").all_gather(keys), host)
 
     def result_communication(self, tokens: Real) -> Real:
         """Predict the seconds in which CP ranks give each other the results of the head, in an all-reduce.
@@ -151,10 +138,3 @@ class CallContext:
     def _hidden(self, tokens: Real) -> Real:
         """Bytes of the hidden states of `tokens`."""
         return tokens * self.timing.sizes.shape.hidden_size * self.timing.element_bytes
-
-
-def _count_sent_heads(heads: int, kv_heads: int, ranks: int) -> int:
-    """Count the heads of queries, keys and values that a rank sends of a token, copies included, if CP ranks
-    exchange tokens for heads."""
-    queries, keys = count_exchanged_heads(heads, kv_heads, ranks) or (heads, kv_heads)
-    return ranks * (queries + 2 * keys)

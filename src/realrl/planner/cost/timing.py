@@ -40,7 +40,7 @@ class BatchSize:
 
     tokens: Real
     squares: Real
-    """Sum of squared sequence lengths, of which the rank computes an equal part."""
+    """Sum of squared sequence lengths, divided by the CP degree."""
 
     @classmethod
     def of(cls, chunks: Chunks, strategies: Strategies) -> Self:

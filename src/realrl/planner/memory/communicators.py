@@ -79,7 +79,11 @@ def _layout_bytes(nodes: Cluster, degrees: Degrees) -> int:
     placement = Placement(Mesh(0, nodes.size), Strategy(degrees=degrees))
     groups: dict[Role, list[RankSet]] = defaultdict(list)
     devices, stage = nodes.runs[0][1], nodes.size // degrees["pp"]
-    if nodes.even and devices % degrees["tp"] == 0 and (devices % stage == 0 or stage % devices == 0):
+    if (
+        nodes.even
+        and devices % (degrees["cp"] * degrees["tp"]) == 0
+        and (devices % stage == 0 or stage % devices == 0)
+    ):
         # Stages begin at nodes, or divide them evenly, so the groups of all ranks span nodes in the same way.
         groups |= {role: [ranks] for role, ranks in list_own_rank_sets(placement, 0).items()}
     else:

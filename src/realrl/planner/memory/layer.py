@@ -12,7 +12,6 @@ import numpy as np
 
 from realrl.layout import limits
 from realrl.layout.limits import ADDED_ELEMENTS, bucket_lengths
-from realrl.layout.ranges import exchanges_heads
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.planner.workload.strategies import Strategies
 from realrl.program.arrays import Floats, Ints, Real, truncate
@@ -246,6 +245,11 @@ class LayerMemory:
                 attention += self._widened(2 * self._read + 2 * queries)
         # The gradients of the keys and values of two pieces, and their sum.
         attention = attention + 3 * self._gathered
+        if not self.cpu and self.sizes.q_dim != self.sizes.cache_dim:
+            # The flash kernel computes the gradients of keys and values for every query head.
+            attention = attention + np.where(
+                self.strategies.cp > 1, 2 * self.sizes.q_dim * self.strategies.cp, 0
+            )
         # By now the tensors that the feed-forward block saved have been freed.
         scores = self.score_bytes(tokens, backward=True)
         moments.append(self.bytes(tokens, attention - self._kept_block - hidden) + scores)
@@ -322,11 +326,12 @@ class LayerMemory:
 
     @property
     def _gathered(self) -> Ints:
-        """Elements, per token of a rank, of the gathered keys and values of all context-parallel ranks."""
-        cp, sizes = self.strategies.cp, self.sizes
-        heads, kv_heads = (dim // sizes.shape.head_dim for dim in (sizes.q_dim, sizes.cache_dim))
-        gathers = np.array([n > 1 and not exchanges_heads(heads, kv_heads, n) for n in cp.tolist()])
-        return np.where(gathers, 2 * sizes.cache_dim * cp, 0)
+        """Elements, per token of a rank, of the gathered keys and values of all context-parallel ranks.
+
+        If attention pads, every query head also gets its own copy.
+        """
+        numbers = 2 * self.sizes.cache_dim + (2 * self.sizes.q_dim if self._pads else 0)
+        return np.where(self.strategies.cp > 1, numbers * self.strategies.cp, 0)
 
     @cached_property
     def _padded_rows(self) -> Floats:

@@ -282,7 +282,7 @@ class LateRows:
 def _find_senders(facts: Facts, call: int) -> Bools:
     """Find which points have the clock of a rank that sends the rows of a call, [points, plans].
 
-    The senders are one rank per data-parallel index, on the last pipeline stage.
+    The senders are one rank for each share of a batch, on the last pipeline stage.
     """
     placed, point = facts.tables.layouts(call)[facts.columns.layout[call]], facts.point
     end = placed.first + placed.size
@@ -290,8 +290,10 @@ def _find_senders(facts: Facts, call: int) -> Bools:
     # A point stands for all devices from itself up to the next point, `behind`. `first` is the first sender among
     # these devices.
     behind = np.where(point[None] > point[:, None], point[None], end).min(axis=1)
-    first = last_stage + -(-np.maximum(point - last_stage, 0) // placed.cuts) * placed.cuts
-    return first < np.minimum(behind, last_stage + placed.shares * placed.cuts)
+    # Ranks that work on one share follow one another.
+    apart = placed.cuts * placed.copies // placed.shares
+    first = last_stage + -(-np.maximum(point - last_stage, 0) // apart) * apart
+    return first < np.minimum(behind, last_stage + placed.shares * apart)
 
 
 class OffloadedState:

@@ -32,8 +32,10 @@ _FEW_NODES = 16
 _SMALLEST_BATCH, _LARGEST_PASS = 4096, 16384
 """Tokens of the smallest micro-batch, and of the largest micro-batch outside generation."""
 _SMALLEST_SHARE = 2048
-"""Tokens that context-parallel ranks have at least of the longest sequence. Smaller shares keep a device no longer
+"""Tokens that context-parallel ranks have at least of the longest sequence. Smaller shares do not keep a device
 busy, and the activations of such sequences fit without context parallelism."""
+_LARGEST_CONTEXT = 256
+"""Largest CP degree of a candidate."""
 MANY_DEVICES = 2048
 """Number of devices of the largest cluster for which small meshes are candidates."""
 _SMALLEST, _SMALLEST_OF_MANY = 128, 16
@@ -119,10 +121,8 @@ def list_micro_batches(kind: Kind, work: CallWork) -> tuple[int, ...]:
 def list_context_degrees(kind: Kind, work: CallWork) -> tuple[int, ...]:
     """Enumerate CP degrees: powers of two that leave each rank a large part of the longest sequence. Generation has
     none."""
-    degrees = [1]
-    while kind is not Kind.GENERATE and work.longest >= 2 * degrees[-1] * _SMALLEST_SHARE:
-        degrees.append(2 * degrees[-1])
-    return tuple(degrees)
+    most = 1 if kind is Kind.GENERATE else min(_LARGEST_CONTEXT, work.longest // _SMALLEST_SHARE)
+    return tuple(1 << doublings for doublings in range(max(1, most.bit_length())))
 
 
 def _tidy(begin: int, nodes: int, total: int) -> bool:

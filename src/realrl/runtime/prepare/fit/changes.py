@@ -276,7 +276,11 @@ def _file_changes(
                 together,
                 degrees=s.degrees,
             )
-            for s in _more_parts(plan[call.name], plan.cluster.largest_node)
+            for s in _more_parts(
+                plan[call.name],
+                plan.cluster.largest_node,
+                divides_tokens=not call.is_function and call.kind is not Kind.GENERATE,
+            )
         ]
 
 
@@ -316,14 +320,16 @@ def _unlisted(key: str, role: str) -> Change:
     return Change(f"{role} removed from {key}", apply)
 
 
-def _more_parts(place: Placement, most: int) -> list[Strategy]:
-    """List strategies that divide the model into more parts on the same mesh, the fewest parts first.
+def _more_parts(place: Placement, most: int, *, divides_tokens: bool) -> list[Strategy]:
+    """List strategies that divide the model, or the tokens of micro-batches, into more parts on the same mesh, the
+    fewest parts first.
 
-    `most`: maximum tensor parallelism.
+    `most`: maximum tensor parallelism. `divides_tokens`: whether the call may have more context parallelism.
     """
     old, size = place.strategy, place.mesh.size
+    contexts = (size // old.cp).bit_length() if divides_tokens else 1
     allowed = {
-        "cp": [old.cp],
+        "cp": [old.cp << doublings for doublings in range(contexts)],
         "tp": [old.tp << doublings for doublings in range((most // old.tp).bit_length())],
         "pp": [old.pp << doublings for doublings in range((size // old.pp).bit_length())],
     }
