@@ -35,7 +35,7 @@ from realrl.huggingface.initial_weights import initialise
 from realrl.layout.kv_blocks import BLOCK_TOKENS
 from realrl.model.arithmetic.grouped import Groups
 from realrl.model.arithmetic.ops import PLAIN, Products
-from realrl.model.attention import varlen_attention
+from realrl.model.attention import attend_to_spans, varlen_attention
 from realrl.model.attention_rule import AttentionRule
 from realrl.model.gpu import exact as exact_kernels
 from realrl.model.gpu import logits as logit_kernels
@@ -44,7 +44,7 @@ from realrl.model.gpu.elementwise import AddRMSNorm, RMSNorm, RotateHeads, SwiGL
 from realrl.model.gpu_logprobs import TokenLogprobs
 from realrl.model.group import make_single_rank_group
 from realrl.model.logprobs import LogprobOptions
-from realrl.model.packing import Packing
+from realrl.model.packing import Packing, TokenShare
 from realrl.recipe.generation import GenerationConfig
 
 torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
@@ -396,8 +396,31 @@ def check_slices() -> dict[str, Any]:
 
 
 def check_varlen(
-    lengths: tuple[int, ...], heads: int, kv: int, dim: int, dtype: torch.dtype, rule: AttentionRule
+    lengths: tuple[int, ...],
+    heads: int,
+    kv: int,
+    dim: int,
+    dtype: torch.dtype,
+    rule: AttentionRule,
+    ranks: int = 1,
 ) -> dict[str, Any]:
+    """Check attention beside its definition. With several `ranks`, attend as each context-parallel rank does."""
+
+    def attend(x: Tensor) -> Tensor:
+        if ranks == 1:
+            return varlen_attention(x * 1, packing, heads, kv, rule)
+        found = x.new_zeros(len(x), heads * dim)
+        for index in range(ranks):
+            share = TokenShare(lengths, PLACE, index, ranks)
+            missing = sum(share.padded_lengths) - len(x)
+            q, keys = F.pad(x, (0, 0, 0, missing)).split((heads * dim, 2 * kv * dim), 1)
+            for piece, places in zip(share.pieces, share.places.split(share.piece_tokens), strict=True):
+                seen = keys[piece.first_key : piece.stop]
+                out = attend_to_spans(q.index_select(0, places), seen, piece.spans, heads, kv, rule)
+                real = places < len(x)
+                found = found.index_copy(0, places[real], out[real])
+        return found
+
     def reference(x: Tensor) -> Tensor:
         outs, start = [], 0
         group = heads // kv
@@ -418,7 +441,7 @@ def check_varlen(
 
     packing = Packing.of(lengths, PLACE)
     return compare(
-        lambda x: varlen_attention(x * 1, packing, heads, kv, rule),
+        attend,
         reference,
         [draw(sum(lengths), (heads + 2 * kv) * dim, dtype=dtype)],
         dtype,
@@ -796,6 +819,10 @@ def list_operators() -> Iterator[Check]:
                 yield (
                     f"packed attention {heads}/{kv}x{dim} {rule.window} {rule.cap} {kind}",
                     partial(check_varlen, (1, 17, 300, 64, 513), heads, kv, dim, dtype, rule),
+                )
+                yield (
+                    f"context-parallel attention {heads}/{kv}x{dim} {rule.window} {rule.cap} {kind}",
+                    partial(check_varlen, (1, 17, 300, 64, 513), heads, kv, dim, dtype, rule, 3),
                 )
         yield (
             "packed attention of single tokens",
