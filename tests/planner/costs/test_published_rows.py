@@ -50,14 +50,14 @@ def test_every_row_names_its_source_and_setting(bench) -> None:
         assert (
             row.of["settings"]
             and row.of["published"]
-            and row.mesh("train_on").size == row.of["dp"] * row.of["tp"] * row.of["pp"]
+            and row.mesh("train_on").size == row.place(1).strategy.size
         )
 
 
 def test_rows_of_fsdp_over_several_ranks_are_predicted_under_their_stage_of_zero(bench) -> None:
     for row in bench.read_rows():
         stage = row.place(1).strategy.zero
-        assert (stage > 1) == ("FSDP" in row.of["settings"] and row.of["dp"] > 1), row.name
+        assert (stage > 1) == ("FSDP" in row.of["settings"] and row.place(1).strategy.copies > 1), row.name
         assert (stage == 3) == (stage > 1 and "not resharded" not in row.of["settings"]), row.name
 
 
