@@ -109,10 +109,9 @@ class _SequenceAttention(Function):
         ctx.starts = spans.starts
         ctx.bounds = of.rule.bounds
         out, sums = torch.empty(len(q), heads * dim), torch.empty(len(q), heads)
-        pieces, sources = len(spans.keys) * kv_heads, _find_sources(q.float(), kv, heads * dim)
-        attend_forward(
-            pieces, *sources, *ctx.starts, *ctx.sizes, *of.rule.for_kernel(heads), out, sums, claim=1
-        )
+        wide = _split_keys_off(q.float(), None if kv is None else kv.float(), heads * dim)
+        pieces = len(spans.keys) * kv_heads
+        attend_forward(pieces, *wide, *ctx.starts, *ctx.sizes, *of.rule.for_kernel(heads), out, sums, claim=1)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, kv, out, sums, sinks)
         return out
@@ -123,12 +122,11 @@ class _SequenceAttention(Function):
         heads, kv_heads, dim, _ = ctx.sizes
         grad_q, grad_kv = torch.empty(q.shape), None if kv is None else torch.empty(kv.shape)
         q, out, sums, wide = (of.float().contiguous() for of in (q, out, sums, grad))
-        sources, targets = (
-            _find_sources(of, beside, heads * dim) for of, beside in ((q, kv), (grad_q, grad_kv))
-        )
+        inputs = _split_keys_off(q, None if kv is None else kv.float(), heads * dim)
+        gradients = _split_keys_off(grad_q, grad_kv, heads * dim)
         attend_backward(
-            (len(ctx.starts[0]) - 1) * kv_heads, *sources, *ctx.starts, *ctx.sizes, *ctx.bounds, out, sums,
-            wide, *targets, claim=1,
+            (len(ctx.starts[0]) - 1) * kv_heads, *inputs, *ctx.starts, *ctx.sizes, *ctx.bounds, out, sums, wide,
+            *gradients, claim=1,
         )  # fmt: skip
         grad_sinks = None
         if sinks is not None and ctx.needs_input_grad[2]:
@@ -139,9 +137,9 @@ class _SequenceAttention(Function):
         return grad_q.to(grad.dtype), grad_kv, grad_sinks, None
 
 
-def _find_sources(q: Tensor, kv: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
-    """Find the float32 queries, and keys with values, of `_SequenceAttention`. `width`: columns of the queries."""
-    return q, q[:, width:] if kv is None else kv.float()
+def _split_keys_off(q: Tensor, kv: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
+    """View queries, and keys with values, which follow the queries' `width` columns in `q` if `kv` is None."""
+    return q, q[:, width:] if kv is None else kv
 
 
 @cache

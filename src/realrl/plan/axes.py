@@ -116,6 +116,11 @@ class Degrees:
         """Number of ranks."""
         return prod(self.values)
 
+    @property
+    def copies(self) -> int:
+        """Number of ranks that compute with the same parameters."""
+        return self.count(*axes_dividing(*COPIES))
+
     def changed(self, degrees: Mapping[str, int]) -> "Degrees":
         """Copy with other degrees on some axes. Raises KeyError for a name that is not an axis."""
         return Degrees.of({**self.named(), **degrees})

@@ -98,7 +98,7 @@ class Strategy:
             raise UserError(f"strategy: {name}={size} must be at least 1")
         if zero not in ZERO_STAGES:
             raise UserError(f"strategy: zero={zero} is not one of the stages 1, 2 and 3")
-        if zero > 1 and degrees.count(*axes_dividing(*COPIES)) == 1:
+        if zero > 1 and degrees.copies == 1:
             raise UserError(
                 f"strategy: zero={zero} shards over data-parallel and context-parallel ranks, but dp=1 is a single"
                 " rank; leave zero out, or set dp or cp to at least 2"
@@ -150,7 +150,7 @@ class Strategy:
     @property
     def copies(self) -> int:
         """Number of data-parallel and context-parallel ranks, which compute with the same parameters."""
-        return self.degrees.count(*axes_dividing(*COPIES))
+        return self.degrees.copies
 
     @property
     def replicas(self) -> int:

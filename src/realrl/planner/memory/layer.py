@@ -87,7 +87,8 @@ class LayerMemory:
             attention += self._padded_rows * (self._read + 5 * queries)
         # Keys and values arrive in the order of ranks, and are copied in packed order.
         arriving = s + self._qkv + 2 * self._gathered + 2 * self.sizes.cache_dim
-        attention = np.maximum(attention + self._gathered, arriving)
+        held = np.maximum(attention + self._gathered, arriving)
+        attention = np.where(self.strategies.cp > 1, held, attention)
         entering = self.hidden + (s if self.strategies.sequence_parallel else 0)
         up = gate_up + self._added(self.sizes.gate_up_dim)
         block = max(

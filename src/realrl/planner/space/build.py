@@ -13,7 +13,7 @@ from realrl.config.errors import UserError
 from realrl.dataflow.asynchrony import overlap_all, overlap_sampling
 from realrl.dataflow.call import Call, Kind
 from realrl.layout.sets import QUANTISED
-from realrl.plan.axes import COPIES, axes_dividing, list_degrees
+from realrl.plan.axes import list_degrees
 from realrl.plan.placement import ZERO_STAGES, Dtype, Mesh, Placement, Strategy, function_placement
 from realrl.plan.plan import Plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec, Site
@@ -92,7 +92,7 @@ def list_strategies(
         "pp": range(1, layers + 1),
     }
     for degrees in list_degrees(size, allowed, rest="dp"):
-        stages = tuple(stage for stage in zero if stage == 1 or degrees.count(*axes_dividing(*COPIES)) > 1)
+        stages = tuple(stage for stage in zero if stage == 1 or degrees.copies > 1)
         for tokens, recomputes, stage, dtype in product(micro_batch_tokens, recompute, stages, dtypes):
             yield Strategy(
                 degrees=degrees,

@@ -333,5 +333,9 @@ def _more_parts(place: Placement, most: int, *, divides_tokens: bool) -> list[St
         "tp": [old.tp << doublings for doublings in range((most // old.tp).bit_length())],
         "pp": [old.pp << doublings for doublings in range((size // old.pp).bit_length())],
     }
-    found = (replace(old, degrees=degrees) for degrees in list_degrees(size, allowed, rest="dp"))
+    found = (
+        replace(old, degrees=degrees)
+        for degrees in list_degrees(size, allowed, rest="dp")
+        if old.zero == 1 or degrees.copies > 1
+    )
     return sorted((s for s in found if s != old), key=lambda s: (-s.dp, s.pp))
