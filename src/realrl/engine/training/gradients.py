@@ -18,7 +18,7 @@ from realrl.layout.ranges import kv_heads
 class Accumulation:
     """Gradients of a parameter set over the micro-batches of a mini-batch, and the optimizer of this rank's part.
 
-    The default methods suit ZeRO-1, under which a backward pass needs no other data-parallel rank.
+    The default methods suit ZeRO-1, under which a backward pass exchanges no gradients.
     """
 
     gradients: FlatBuffer
@@ -31,18 +31,6 @@ class Accumulation:
     def persistent(self) -> list[Tensor]:
         """Tensors that must survive between steps, in addition to the model's parameters."""
         return self.optimizer.persistent
-
-    def agree_on_passes(self, count: int) -> int:
-        """Agree on the number of micro-batches that ranks run together, at least `count`."""
-        return count
-
-    def idle_forward(self) -> None:
-        """Join the collectives of a forward pass that only other ranks compute."""
-        raise AssertionError("this rank needs no passes of others")
-
-    def idle_backward(self) -> None:
-        """Join the collectives of a backward pass that only other ranks compute."""
-        raise AssertionError("this rank needs no passes of others")
 
     def start_backward(self, *, last: bool) -> None:
         """Begin a backward pass; `last` means that it is the last one of the mini-batch."""

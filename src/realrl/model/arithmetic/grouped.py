@@ -172,6 +172,22 @@ def gather_weighed(x: Tensor, weights: Tensor, groups: Groups) -> Tensor:
     return apply_function(_GatherWeighed, x, weights, groups)
 
 
+class _GatherCopies(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, groups: Groups) -> Tensor:
+        ctx.groups = groups
+        return groups.gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.groups.sum_copies(grad), None
+
+
+def gather_copies(x: Tensor, groups: Groups) -> Tensor:
+    """Copy tokens to their rows. [T, K] -> [R, K]"""
+    return apply_function(_GatherCopies, x, groups)
+
+
 class _SumCopies(Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, groups: Groups) -> Tensor:
