@@ -9,15 +9,15 @@ from tests.engine.learning_on_ranks import Case, Figures, check_learning_on_rank
 MODELS: dict[str, tuple[ModelShape, Head]] = {
     "qwen3_moe": (
         ModelShape(
-            family="qwen3_moe", vocab_size=61, hidden_size=24, intermediate_size=13, layers=3, heads=4, kv_heads=2,
-            head_dim=6, init_std=0.2, mixture=Mixture(experts=8, per_token=3),
+            family="qwen3_moe", vocab_size=61, hidden_size=24, intermediate_size=13, layers=3, heads=4,
+            kv_heads=2, head_dim=6, init_std=0.2, mixture=Mixture(experts=8, per_token=3),
         ),
         "lm",
     ),
     "llama4, shared block": (
         ModelShape(
-            family="llama4_text", vocab_size=61, hidden_size=24, intermediate_size=14, layers=3, heads=4, kv_heads=2,
-            head_dim=6, init_std=0.2,
+            family="llama4_text", vocab_size=61, hidden_size=24, intermediate_size=14, layers=3, heads=4,
+            kv_heads=2, head_dim=6, init_std=0.2,
             mixture=Mixture(
                 experts=8, per_token=1, scores="sigmoid", normalised=False, weighed="inputs", shared=True
             ),
@@ -26,14 +26,14 @@ MODELS: dict[str, tuple[ModelShape, Head]] = {
     ),
     "mixtral, scalar head": (
         ModelShape(
-            family="mixtral", vocab_size=61, hidden_size=24, intermediate_size=13, layers=3, heads=4, kv_heads=2,
-            head_dim=6, init_std=0.2, mixture=Mixture(experts=8, per_token=2),
+            family="mixtral", vocab_size=61, hidden_size=24, intermediate_size=13, layers=3, heads=4,
+            kv_heads=2, head_dim=6, init_std=0.2, mixture=Mixture(experts=8, per_token=2),
         ),
         "scalar",
     ),
 }  # fmt: skip
 
-# Degrees by axis, then settings: experts within TP ranks, across data-parallel and context-parallel ranks, and both.
+# Degrees by axis, then settings. TP, data-parallel and CP ranks divide experts, alone and together.
 STRATEGIES: dict[int, list[dict[str, int]]] = {
     2: [
         {"dp": 2, "ep": 2},

@@ -14,8 +14,8 @@ class ParallelGroups:
     """Groups of one rank under a placement.
 
     Ranks of `data` divide the items of a batch, and ranks of `context` the tokens of a micro-batch. `copies` has
-    both kinds: all ranks that compute with the same parameters. Ranks of `experts` divide the experts of a stage, and
-    ranks of `expert_copies` compute with the same experts. Without expert parallelism, these are `copies`.
+    both kinds: all ranks that compute with the same parameters. Ranks of `experts` divide the experts of a stage,
+    and ranks of `expert_copies` compute with the same experts. Without expert parallelism, these are `copies`.
     `reverse_pipeline` has the ranks of `pipeline`, last stage first; on gloo it is a second connection, for
     gradients and tokens that flow backwards. `embedding` has the ranks of the first and the last stage of the
     pipeline, or is None if this rank is on neither. It is Megatron's embedding group, for tied embeddings. `mesh`

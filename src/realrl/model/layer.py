@@ -85,8 +85,10 @@ class ExpertBlock:
         return weights, experts
 
     def _apply(self, x: Tensor, weights: Tensor, groups: Groups, matrices: Matrices) -> Tensor:
-        """Compute the weighted sum of each token's experts among those that this rank holds. x: [T, H]; weights: [R],
-        in the order of the rows of `groups` -> [T, H]"""
+        """Compute the weighted sum of each token's experts among those that this rank holds.
+
+        x: [T, H]; weights: [R], in the order of the rows of `groups` -> [T, H]
+        """
         mixture = self.mixture
         if mixture.weighed == "inputs":
             rows = gather_weighed(x, weights, groups)

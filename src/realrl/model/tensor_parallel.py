@@ -64,15 +64,15 @@ class TensorParallel:
 
     @property
     def own(self) -> slice:
-        """Rows that this rank alone computes if the ranks divide tokens. The last ranks may have fewer than others."""
+        """Rows of this rank if the ranks divide tokens. The last ranks may have fewer than others."""
         rows = -(-self.tokens // self.group.size)
         return slice(
             min(self.group.index * rows, self.tokens), min((self.group.index + 1) * rows, self.tokens)
         )
 
     def gather_parts(self, own: Tensor) -> Tensor:
-        """Gather the rows that each rank has computed for its own tokens, if the ranks then compute different things
-        with them: the backward pass sums their gradients. [rows of `own`, ...] -> [tokens, ...]"""
+        """Gather what each rank has computed for its own rows, if each rank then computes something else with all
+        of it. The backward pass sums the gradients of the ranks. [rows of `own`, C] -> [tokens, C]"""
         rows = -(-self.tokens // self.group.size)
         return _GatherFromRegion.apply(F.pad(own, (0, 0, 0, rows - len(own))), self.group, self.tokens, True)
 

@@ -61,7 +61,8 @@ class Transformer(nn.Module):
     `weights(*names)` returns a view of the rank's rows of the global tensors with these names, stacked. `sources`
     maps each parameter's name to the global tensors that it is stacked from. `tensor_group` has the ranks with the
     tensor-parallel shards of this stage. `context_group` has the ranks that divide the tokens of a pass with this
-    one, and `expert_group` the ranks that divide the experts of this stage. `products` determines how matrices are multiplied.
+    one, and `expert_group` the ranks that divide the experts of this stage. `products` determines how matrices are
+    multiplied.
     """
 
     def __init__(

@@ -84,6 +84,9 @@ class Efficiency:
     router_passes: float = 6.0
     """Float32 numbers that are read or written per expert and token, forward and backward alike: a cast, a softmax,
     and a choice."""
+    expert_spread: float = 0.3
+    """Standard deviation of the load of an expert in a layer, divided by its mean. Assumed, for routers that are
+    trained to balance."""
     logit_bytes: float = 4.0
     """Bytes of traffic per logit forward, on a GPU, to read its float32 value for sums. Here and below, the time of
     the product covers writing this value."""

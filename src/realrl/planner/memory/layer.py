@@ -12,8 +12,10 @@ import numpy as np
 
 from realrl.layout import limits
 from realrl.layout.limits import ADDED_ELEMENTS, bucket_lengths
+from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.planner.workload.strategies import Strategies
+from realrl.planner.workload.workload import compute_imbalance
 from realrl.program.arrays import Floats, Ints, Real, truncate
 
 
@@ -39,6 +41,7 @@ class LayerMemory:
     element_bytes: int
     cpu: bool
     lengths: Sequence[tuple[int, ...]]
+    expert_spread: float = Efficiency.expert_spread
 
     @cached_property
     def hidden(self) -> int:
@@ -137,9 +140,21 @@ class LayerMemory:
         """
         if not self.sizes.experts:
             return self._kept_shared
-        weighed = self.hidden if self.sizes.weighs_inputs else self.sizes.ffn_dim
-        rows = self.sizes.copies * (self.sizes.gate_up_dim + self.sizes.ffn_dim + weighed)
+        inner, gate_up = self.sizes.expert_dim, self.sizes.expert_gate_up_dim
+        weighed = self.hidden if self.sizes.weighs_inputs else inner
+        rows = self._rows * (gate_up + inner + weighed + self._arrived)
         return rows + self._probabilities + self._choices + self._kept_shared
+
+    @property
+    def _rows(self) -> float:
+        """Rows of experts per token on the EP rank with the most rows."""
+        sizes = self.sizes
+        return sizes.copies * compute_imbalance(sizes.experts, sizes.ep, self.expert_spread)
+
+    @property
+    def _arrived(self) -> int:
+        """Elements of a row that has arrived from another EP rank, and is kept."""
+        return self.hidden if self.sizes.ep > 1 else 0
 
     @property
     def _kept_shared(self) -> int:
@@ -155,10 +170,11 @@ class LayerMemory:
         the experts' outputs, in two orders, with their sum. On a CPU, gate and up of one expert exist twice at the
         first moment.
         """
-        inner, gate_up = self.sizes.ffn_dim, self.sizes.gate_up_dim
-        k = self.sizes.copies
+        inner, gate_up = self.sizes.expert_dim, self.sizes.expert_gate_up_dim
+        k = self._rows
         apart = k / self.sizes.experts if self.cpu else 0
-        rows = max(
+        # Rows that have arrived from other EP ranks are held until the experts' outputs exist.
+        rows = k * self._arrived + max(
             k * (self.hidden + gate_up) + apart * gate_up,
             k * (gate_up + inner),
             (2 * k + 1) * self.hidden,
@@ -178,7 +194,7 @@ class LayerMemory:
 
         Each chosen expert takes four int64 (its number, place, order and token) and two float32 weights.
         """
-        return self.sizes.copies * (4 * 8 / self.element_bytes + 2 * self._float32)
+        return self._rows * (4 * 8 / self.element_bytes + 2 * self._float32)
 
     @property
     def _kept_adapters(self) -> int:
@@ -262,9 +278,9 @@ class LayerMemory:
 
         The backward pass gathers the rows of each expert again, for the gradients of its matrices.
         """
-        inner, gate_up, hidden = self.sizes.ffn_dim, self.sizes.gate_up_dim, self.hidden
+        inner, gate_up, hidden = self.sizes.expert_dim, self.sizes.expert_gate_up_dim, self.hidden
         gathered = hidden if self.strategies.sequence_parallel else 0
-        k = self.sizes.copies
+        k = self._rows
         moments = [
             # The experts' outputs at the end of the forward pass, in the order of experts and in the order of
             # tokens.
