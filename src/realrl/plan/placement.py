@@ -57,6 +57,17 @@ class Mesh:
         return str(self.first) if self.size == 1 else f"{self.first}-{self.first + self.size - 1}"
 
 
+def divides_experts(degrees: Degrees, ep: int) -> bool:
+    """Check whether `ep` ranks of each stage can divide its experts.
+
+    They are consecutive ranks, and either they are whole TP groups, or they divide a TP group. So one copy of all
+    parameters of a stage is on consecutive ranks, which the planner relies on.
+    """
+    stage = degrees.size // degrees.count(*axes_dividing(Divided.LAYERS))
+    cuts = degrees.count(*axes_dividing(Divided.MATRICES))
+    return stage % ep == 0 and (ep % cuts == 0 or cuts % ep == 0)
+
+
 @dataclass(frozen=True, order=True, init=False)
 class Strategy:
     """How a call uses its mesh: degrees of parallelism, micro-batch size, and ways to save memory. `Strategy(dp=2,
@@ -101,7 +112,12 @@ class Strategy:
         for name, size in {**sizes, "ep": min(ep, sizes["ep"])}.items():
             if size < 1:
                 raise UserError(f"strategy: {name}={size} must be at least 1")
-        self._check_experts(degrees, ep)
+        if not divides_experts(degrees, ep):
+            stage, cuts = degrees.size // degrees["pp"], degrees["tp"]
+            raise UserError(
+                f"strategy: ep={ep} ranks of a stage divide its experts, so ep must divide dp x cp x tp ({stage}),"
+                f" and be a multiple or a divisor of tp ({cuts})"
+            )
         if zero not in ZERO_STAGES:
             raise UserError(f"strategy: zero={zero} is not one of the stages 1, 2 and 3")
         if zero > 1 and degrees.copies == 1:
@@ -119,19 +135,6 @@ class Strategy:
             ("zero", zero),
         ):
             object.__setattr__(self, name, given)
-
-    @staticmethod
-    def _check_experts(degrees: Degrees, ep: int) -> None:
-        """Raise UserError if `ep` ranks cannot divide the experts of a stage."""
-        stage = degrees.size // degrees.count(*axes_dividing(Divided.LAYERS))
-        cuts = degrees.count(*axes_dividing(Divided.MATRICES))
-        if stage % ep:
-            raise UserError(
-                f"strategy: ep={ep} must divide dp x cp x tp, which is {stage}: these ranks hold the experts of a"
-                " stage"
-            )
-        if ep % cuts and cuts % ep:
-            raise UserError(f"strategy: ep={ep} must be a multiple of tp={cuts}, or divide it")
 
     def with_degrees(self, **by_axis: int) -> "Strategy":
         """Copy the strategy with other degrees on some axes."""

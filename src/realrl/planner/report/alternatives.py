@@ -97,6 +97,8 @@ def _neighbours(scenario: Scenario, call: Call, placement: Placement) -> Iterato
         changes.append(s.with_degrees(cp=s.cp // 2, dp=2 * s.dp))
     if s.pp % 2 == 0:
         changes.append(s.with_degrees(pp=s.pp // 2, dp=2 * s.dp))
+    if s.ep % 2 == 0:
+        changes.append(s.with_degrees(ep=s.ep // 2))
     for strategy in changes:
         yield Placement(placement.mesh, strategy)
 
