@@ -1,6 +1,6 @@
 """Reallocation time from the load on node and device links, vectorised over pairs of layouts."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -183,11 +183,12 @@ class LinkTransfers:
         """Compute the seconds of each pair of layouts. They are 0 if the layouts are equal."""
         result = np.zeros(len(source.first))
         half = (source.dtype == HALF) | (target.dtype == HALF)
-        for moving, pairs in ((self.weights, ~half), (self.halves, half)):
-            for part in self._parts(np.flatnonzero(pairs), self.cluster.nodes):
-                for weights in moving[role]:
-                    for moved, *ends in _split(weights, source[part], target[part]):
-                        result[part] += self._seconds(moved, *ends)
+        apart = (source.ep > 1) | (target.ep > 1)
+        for moving, narrow in ((self.weights, ~half), (self.halves, half)):
+            for pairs, split in ((narrow & ~apart, False), (narrow & apart, True)):
+                for part in self._parts(np.flatnonzero(pairs), self.cluster.nodes):
+                    for one in _list_moves(moving[role], source[part], target[part], split=split):
+                        result[part] += self._seconds(*one)
         return result
 
     def one(self, role: str, source: Placement, target: Placement) -> float:
@@ -201,22 +202,22 @@ class LinkTransfers:
         """
         result = np.zeros((len(source.first), len(target.first)))
         half = (source.dtype == HALF)[:, None] | (target.dtype == HALF)
-        for moving, pairs in ((self.weights, ~half), (self.halves, half)):
-            if pairs.any():
-                least = sum(self._least(*one) for w in moving[role] for one in _split(w, source, target))
-                result += np.where(pairs, least, 0.0)
+        apart = (source.ep > 1)[:, None] | (target.ep > 1)
+        for moving, narrow in ((self.weights, ~half), (self.halves, half)):
+            for pairs, split in ((narrow & ~apart, False), (narrow & apart, True)):
+                if pairs.any():
+                    moves = _list_moves(moving[role], source, target, split=split)
+                    result += np.where(pairs, sum(self._least(*one) for one in moves), 0.0)
         return result
 
     def sent(self, role: str, source: Layouts, target: Layouts) -> Pair:
         """Compute the bytes that all devices receive, and the part of these bytes that crosses nodes, [pairs]."""
-        totals = []
-        for bounds in (self._devices, self._nodes):
-            received = [
-                self._lacking(*one, bounds)[0]
-                for weights in self.weights[role]
-                for one in _split(weights, source, target)
-            ]
-            totals.append(np.asarray(np.sum(received, axis=(0, 1))))
+        apart = (source.ep > 1) | (target.ep > 1)
+        totals = [np.zeros(len(apart)) for _ in range(2)]
+        for pairs, split in ((np.flatnonzero(~apart), False), (np.flatnonzero(apart), True)):
+            for one in _list_moves(self.weights[role], source[pairs], target[pairs], split=split):
+                for total, bounds in zip(totals, (self._devices, self._nodes), strict=True):
+                    total[pairs] += self._lacking(*one, bounds)[0].sum(axis=0)
         return totals[0], totals[1]
 
     @cached_property
@@ -445,16 +446,18 @@ class _KnownPairs:
         return _KnownPairs(np.insert(self.pairs, place, pairs), np.insert(self.seconds, place, seconds))
 
 
-def _split(
-    weights: ParameterBytes, source: Layouts, target: Layouts
+def _list_moves(
+    sets: Iterable[ParameterBytes], source: Layouts, target: Layouts, *, split: bool
 ) -> Iterator[tuple[ParameterBytes, Layouts, Layouts]]:
-    """Split a move into those of experts and of all other parameters, if some layout has expert parallelism."""
-    if weights.experts and ((source.ep > 1).any() or (target.ep > 1).any()):
-        others, experts = weights.parts
-        yield others, source, target
-        yield experts, source.for_experts(), target.for_experts()
-    else:
-        yield weights, source, target
+    """List the moves of parameter sets between layouts. With `split`, experts have layouts of their own, and so
+    moves of their own."""
+    for weights in sets if len(source.first) and len(target.first) else ():
+        if split and weights.experts:
+            others, experts = weights.parts
+            yield others, source, target
+            yield experts, source.for_experts(), target.for_experts()
+        else:
+            yield weights, source, target
 
 
 def _count_expert_elements(model: StoredModel, name: str) -> int:
