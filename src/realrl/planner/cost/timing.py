@@ -95,6 +95,8 @@ class Timing:
         if measured is not None:
             return DeviceHostTime(self._exact * (measured + self._unmeasured(size.tokens)))
         layer = self._exact * self.roofline.layer(size.tokens, size.squares)
+        if self.sizes.ep > 1 and not self.device.cpu:
+            layer = layer + self.efficiency.expert_sync_operations * self.device.kernel_s
         return self._device_host_time(layer, self.efficiency.forward_operations + self._optional_operations)
 
     def backward(self, size: BatchSize) -> DeviceHostTime:
@@ -245,6 +247,7 @@ class Timing:
         if self.sizes.experts:
             # A shared block has two products, an activation and a sum.
             operations += self.efficiency.expert_operations + 4 * self.sizes.shared_blocks
+            operations += self.efficiency.expert_exchange_operations * (self.sizes.ep > 1)
             # Without a grouped kernel, each expert has two products of its own.
             operations += 0 if self._groups_products else 2 * self.sizes.experts
         return operations
