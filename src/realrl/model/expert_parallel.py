@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from realrl.model.arithmetic.autograd import apply_function
-from realrl.model.arithmetic.grouped import Groups, gather_copies, sum_copies
+from realrl.model.arithmetic.grouped import Groups, gather_copies
 from realrl.model.group import Group
 
 
@@ -53,14 +53,14 @@ class Dispatch:
     def send(self, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Send the copies of tokens to the ranks of their experts, with their weights.
 
-        x: [T, H], weights: [T, k] -> arriving copies [R', H] and their weights [R']
+        x: [T, H], weights: [T * k] -> arriving copies [R', H] and their weights [R']
         """
         rows = gather_copies(x, self.own)
-        return apply_function(_Exchange, rows, weights.flatten().index_select(0, self.own.order), self)
+        return apply_function(_Exchange, rows, weights.index_select(0, self.own.order), self)
 
-    def sum_returned(self, rows: Tensor) -> Tensor:
-        """Send the outputs of this rank's experts back, and sum those of each token. rows: [R', H] -> [T, H]"""
-        return sum_copies(apply_function(_Return, rows, self), self.own)
+    def send_back(self, rows: Tensor) -> Tensor:
+        """Send the outputs of this rank's experts back to the ranks of their tokens. [R', H] -> [R, H]"""
+        return apply_function(_Return, rows, self)
 
     def move(self, rows: Tensor) -> Tensor:
         """Move copies to the ranks of their experts, without gradient."""

@@ -53,8 +53,7 @@ class ExpertBlock:
         """Compute the weighted sum of each token's experts, over this rank's units. x: [T, H] -> [T, H]"""
         scores = self._score(matrices.multiply(x, self.router, None))
         weights, experts = self._choose(scores, routing)
-        groups = Groups.of(experts, self.mixture.experts)
-        return self._apply(x, weights.flatten().index_select(0, groups.order), groups, matrices)
+        return self._apply(x, weights, Groups.of(experts, self.mixture.experts), matrices)
 
     def run_divided(self, x: Tensor, matrices: Matrices, routing: Routing, tp: TensorParallel) -> Tensor:
         """Compute the weighted sum of each token's experts, which are on several ranks. TP ranks divide the tokens.
@@ -71,10 +70,8 @@ class ExpertBlock:
         # Every TP rank chooses for all tokens, because records and balance losses need the choices of all tokens.
         weights, experts = self._choose(scores, routing)
         dispatch = Dispatch.of(experts[own], self.mixture.experts, self.group)
-        rows, weights = dispatch.send(mine, weights[own])
-        groups = dispatch.arriving
-        rows = self._apply(rows, weights.index_select(0, groups.order), groups, matrices)
-        return F.pad(dispatch.sum_returned(rows), (0, 0, first, len(x) - first - len(mine)))
+        sums = self._apply(mine, weights[own], dispatch.arriving, matrices, dispatch)
+        return F.pad(sums, (0, 0, first, len(x) - first - len(mine)))
 
     def _choose(self, scores: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         """Choose experts of tokens, and weigh them. [T, E] -> weights and experts, [T, k] each"""
@@ -84,18 +81,28 @@ class ExpertBlock:
             weights = weights / weights.sum(1, keepdim=True)
         return weights, experts
 
-    def _apply(self, x: Tensor, weights: Tensor, groups: Groups, matrices: Matrices) -> Tensor:
-        """Compute the weighted sum of each token's experts among those that this rank holds.
-
-        x: [T, H]; weights: [R], in the order of the rows of `groups` -> [T, H]
-        """
-        mixture = self.mixture
+    def _apply(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        groups: Groups,
+        matrices: Matrices,
+        dispatch: Dispatch | None = None,
+    ) -> Tensor:
+        """Compute the weighted sum of each token's experts. `groups` has the rows of this rank's experts. With
+        `dispatch`, tokens are first sent to the ranks of their experts. x: [T, H], weights: [T, k] -> [T, H]"""
+        # `del` frees rows as soon as possible, because there are several for each token.
+        mixture, weights = self.mixture, weights.flatten()
+        if dispatch is not None:
+            x, weights = dispatch.send(x, weights)
+        weights = weights.index_select(0, groups.order)
         if mixture.weighed == "inputs":
             rows = gather_weighed(x, weights, groups)
             gate_up = matrices.multiply_groups(rows, self.gate_up, groups)
             del rows
         else:
             gate_up = matrices.multiply_groups(x, self.gate_up, groups, of_tokens=True)
+        del x
         inner = activate(gate_up, self.activation, gated=True)
         del gate_up
         if mixture.weighed == "outputs":
@@ -104,7 +111,13 @@ class ExpertBlock:
             inner = inner * weights.to(inner.dtype)[:, None]
         rows = matrices.multiply_groups(inner, self.down, groups)
         del inner
-        return sum_copies(rows, groups)
+        sums = sum_copies(rows, groups)
+        if dispatch is None:
+            return sums
+        del rows
+        returned = dispatch.send_back(sums)
+        del sums
+        return sum_copies(returned, dispatch.own)
 
     def _score(self, logits: Tensor) -> Tensor:
         """Score the experts of tokens. [T, E] -> [T, E] float32"""

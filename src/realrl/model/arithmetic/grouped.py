@@ -67,7 +67,8 @@ class Groups:
 
     def sum_copies(self, rows: Tensor) -> Tensor:
         """Sum the rows of each token in the order of its experts, without gradient. [R, K] -> [T, K]"""
-        return rows.index_select(0, self.places).view(-1, self.copies, rows.shape[1]).sum(1)
+        ordered = rows.index_select(0, self.places)
+        return ordered if self.copies == 1 else ordered.view(-1, self.copies, rows.shape[1]).sum(1)
 
 
 def has_grouped_kernel(weights: Tensor, products: Products) -> bool:

@@ -193,6 +193,7 @@ class MemoryModel:
             cpu=cpu,
             lengths=chunks.peak.lengths,
             candidates=call.candidates,
+            expert_spread=self.efficiency.expert_spread,
             decode_graphs=self.efficiency.decode_graphs
             and sizes.runs_ahead(strategies.dtype_of(model), exact=model.exact, device=device),
         )

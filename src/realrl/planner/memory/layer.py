@@ -12,7 +12,6 @@ import numpy as np
 
 from realrl.layout import limits
 from realrl.layout.limits import ADDED_ELEMENTS, bucket_lengths
-from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.planner.workload.strategies import Strategies
 from realrl.planner.workload.workload import compute_imbalance
@@ -41,7 +40,8 @@ class LayerMemory:
     element_bytes: int
     cpu: bool
     lengths: Sequence[tuple[int, ...]]
-    expert_spread: float = Efficiency.expert_spread
+    expert_spread: float = 0.0
+    """`Efficiency.expert_spread`."""
 
     @cached_property
     def hidden(self) -> int:
@@ -166,16 +166,15 @@ class LayerMemory:
         """Peak elements per token of a mixture of experts without gradients, in addition to its input.
 
         A token has one row for each of its k experts. The peak is the largest of three moments. The first holds
-        copies of the input with gate and up, and the second holds gate and up with their product. The third holds
-        the experts' outputs, in two orders, with their sum. On a CPU, gate and up of one expert exist twice at the
-        first moment.
+        copies of the input with gate and up, and rows that have arrived from other EP ranks. The second holds gate
+        and up with their product. The third holds the experts' outputs, in two orders, with their sum. On a CPU,
+        gate and up of one expert exist twice at the first moment.
         """
         inner, gate_up = self.sizes.expert_dim, self.sizes.expert_gate_up_dim
         k = self._rows
-        apart = k / self.sizes.experts if self.cpu else 0
-        # Rows that have arrived from other EP ranks are held until the experts' outputs exist.
-        rows = k * self._arrived + max(
-            k * (self.hidden + gate_up) + apart * gate_up,
+        apart = k * self.sizes.ep / self.sizes.experts if self.cpu else 0
+        rows = max(
+            k * (self._arrived + self.hidden + gate_up) + apart * gate_up,
             k * (gate_up + inner),
             (2 * k + 1) * self.hidden,
         )
