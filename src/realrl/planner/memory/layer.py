@@ -172,11 +172,14 @@ class LayerMemory:
         """
         inner, gate_up = self.sizes.expert_dim, self.sizes.expert_gate_up_dim
         k = self._rows
+        mixture = self.sizes.shape.mixture
+        # A single output of a token is its sum.
+        summed = mixture is not None and mixture.per_token > 1
         apart = k * self.sizes.ep / self.sizes.experts if self.cpu else 0
         rows = max(
             k * (self._arrived + self.hidden + gate_up) + apart * gate_up,
             k * (gate_up + inner),
-            (2 * k + 1) * self.hidden,
+            2 * k * self.hidden + (self.hidden if summed else 0),
         )
         return rows + self._probabilities + self._choices
 
