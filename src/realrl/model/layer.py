@@ -39,11 +39,19 @@ class ExpertBlock:
     activation: Activation
     layer: int
     """Index of the layer in its pipeline stage."""
+    router_bias: Tensor | None = None
+    """[E]"""
+    gate_up_bias: Tensor | None = None
+    """Biases of gate and up of the experts. [E * 2 * units]"""
+    down_bias: Tensor | None = None
+    """Biases of the experts' outputs. [E * H]"""
+    adds_down_bias: bool = True
+    """Whether this rank adds `down_bias`. Ranks sum their outputs, so only one of them may add it."""
 
     def run(self, x: Tensor, matrices: Matrices, routing: Routing) -> Tensor:
         """Compute the weighted sum of each token's experts, over this rank's units. x: [T, H] -> [T, H]"""
         mixture = self.mixture
-        scores = self._score(matrices.multiply(x, self.router, None))
+        scores = self._score(matrices.multiply(x, self.router, self.router_bias))
         scores, experts = routing.route(self.layer, scores, mixture.per_token)
         weights = scores.gather(1, experts)
         if mixture.normalised:
@@ -56,6 +64,8 @@ class ExpertBlock:
             del rows
         else:
             gate_up = matrices.multiply_groups(x, self.gate_up, groups, of_tokens=True)
+        if self.gate_up_bias is not None:
+            gate_up = matrices.add_biases(gate_up, self.gate_up_bias, torch.ones_like(weights), groups)
         inner = activate(gate_up, self.activation, gated=True)
         del gate_up
         if mixture.weighed == "outputs":
@@ -64,6 +74,13 @@ class ExpertBlock:
             inner = inner * weights.to(inner.dtype)[:, None]
         rows = matrices.multiply_groups(inner, self.down, groups)
         del inner
+        if self.down_bias is not None:
+            if not self.adds_down_bias:
+                # A rank that adds nothing computes a gradient too, because hooks wait for it.
+                weights = torch.zeros_like(weights)
+            elif mixture.weighed == "inputs":
+                weights = torch.ones_like(weights)
+            rows = matrices.add_biases(rows, self.down_bias, weights, groups)
         return sum_copies(rows, groups)
 
     def _score(self, logits: Tensor) -> Tensor:
@@ -199,7 +216,10 @@ class Layer(nn.Module):
         self._experts: ExpertBlock | None = None
         if mixture is not None:
             self.router = require("router")
+            self.router_bias = parameter("router_bias")
             self.experts_gate_up, self.experts_down = require("experts_gate_up"), require("experts_down")
+            self.experts_gate_up_bias = parameter("experts_gate_up_bias")
+            self.experts_down_bias = parameter("experts_down_bias")
             self._experts = ExpertBlock(
                 self.router,
                 self.experts_gate_up,
@@ -207,6 +227,10 @@ class Layer(nn.Module):
                 mixture,
                 self._activation,
                 number - shard.layers.start,
+                router_bias=self.router_bias,
+                gate_up_bias=self.experts_gate_up_bias,
+                down_bias=self.experts_down_bias,
+                adds_down_bias=shard.tp_index == 0,
             )
         self.mlp_post_norm = parameter("mlp_post_norm")
         self.mlp_post_norm_bias = parameter("mlp_post_norm_bias")
