@@ -12,7 +12,7 @@ from realrl.families.tensors import Quantisation
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_silu"]
 """`gelu_tanh` is GELU's approximation by a tanh. `clamped_silu` is a steeper silu of bounded numbers, always with a
-gate (gpt-oss, see `SWIGLU`)."""
+gate (gpt-oss; `SWIGLU` has the formula)."""
 
 
 class SwiGLU(NamedTuple):

@@ -143,6 +143,10 @@ class Efficiency:
     of their outputs."""
     expert_backward_operations: int = 24
     """Additional kernels of a mixture of experts backward."""
+    expert_bias_operations: int = 5
+    """Additional kernels forward if the experts have biases."""
+    expert_bias_backward_operations: int = 14
+    """Additional kernels backward if the experts have biases."""
     decode_operations: int = 10
     """Kernels of a layer in a decode step."""
     sampling_operations: int = 35

@@ -180,7 +180,7 @@ class LayerMemory:
         Each chosen expert takes four int64 (its number, place, order and token) and two float32 weights. Biases of
         experts also need the expert of each row, an int64, and its weight, which is 1 before the activation.
         """
-        biased = int(self.sizes.options.mlp_bias)
+        biased = self.sizes.expert_biases
         return self.sizes.copies * ((4 + biased) * 8 / self.element_bytes + (2 + biased) * self._float32)
 
     @property

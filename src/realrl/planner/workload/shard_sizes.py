@@ -146,6 +146,11 @@ class LocalSizes:
         return int(self.shape.mixture is None or self.shape.mixture.shared)
 
     @property
+    def expert_biases(self) -> bool:
+        """Whether the experts have biases."""
+        return self.shape.mixture is not None and self.options.mlp_bias
+
+    @property
     def weighs_inputs(self) -> bool:
         """Whether the router's weights multiply the inputs of experts instead of their outputs."""
         return self.shape.mixture is not None and self.shape.mixture.weighed == "inputs"
