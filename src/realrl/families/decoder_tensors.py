@@ -300,7 +300,7 @@ class _Table:
             start=0 if alternate else number * each,
             block=each,
             period=each,
-            order=tuple(range(number, parts * each, parts)) if alternate else None,
+            order=range(number, parts * each, parts) if alternate else None,
         )
         # Files stack the matrices transposed, so that `rows` are columns of each matrix in the stack.
         ending = "_bias" if bias else ""

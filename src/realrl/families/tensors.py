@@ -145,7 +145,7 @@ class Stored:
     """Number of consecutive rows that stay together, such as the rows of a head."""
     period: int
     """Distance between the starts of two blocks, in rows of the file tensor."""
-    order: tuple[int, ...] | None = None
+    order: tuple[int, ...] | range | None = None
     """File position of each row within its block; None if the order is the same."""
     transposed: bool = False
     """Whether the rows of the model tensor are columns of the file tensor."""
@@ -215,7 +215,7 @@ class StoredRows:
     start: int = 0
     block: int
     period: int
-    order: tuple[int, ...] | None = None
+    order: tuple[int, ...] | range | None = None
 
     def describe(
         self, spec: TensorSpec, ending: str = "", *, transposed: bool = False, stack: int | None = None
