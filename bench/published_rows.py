@@ -8,7 +8,7 @@ train: a train call under the stage of ZeRO that the source runs (`zero`). FSDP 
 the forward pass is stage 3; FSDP that keeps them is stage 2. `recompute` is the part of a forward pass that
 checkpointing repeats; the prediction averages times with and without recomputation. `virtual_stages` divides
 the pipeline bubble, as its interleaved schedule does (arXiv 2104.04473, section 2.2); the planner's schedule
-is not interleaved.
+is not interleaved. `balanced` says that the source forces tokens to use all experts equally.
 generate: a generate call. As many rows are admitted as memory holds at their full lengths. Requests have one
 length unless the row says that their lengths vary around a published mean (`varied`).
 grpo: a step of GRPO under a plan with the source's layouts, as the planner simulates it in steady state.
@@ -103,14 +103,19 @@ class Row:
     @property
     def cost(self) -> CostModel:
         """The planner's cost model for these devices."""
-        flash3 = self.of.get("flash3", False)
-        return CostModel(self.spec, efficiency=Efficiency(flash2_slower=1.0) if flash3 else Efficiency())
+        efficiency = Efficiency()
+        if self.of.get("flash3"):
+            efficiency = replace(efficiency, flash2_slower=1.0)
+        if self.of.get("balanced"):
+            efficiency = replace(efficiency, expert_spread=0.0)
+        return CostModel(self.spec, efficiency=efficiency)
 
     def place(self, tokens: int, *, recompute: bool = False) -> Placement:
         """Place the row's strategy of training, or of its only call, on its devices."""
         r = self.of
         strategy = Strategy(
-            dp=r["dp"], cp=r.get("cp", 1), tp=r["tp"], pp=r["pp"], micro_batch_tokens=tokens, recompute=recompute,
+            dp=r["dp"], cp=r.get("cp", 1), tp=r["tp"], pp=r["pp"], ep=r.get("ep", 1), micro_batch_tokens=tokens,
+            recompute=recompute,
             sequence_parallel=r.get("sequence_parallel", False), zero=r.get("zero", 1),
         )  # fmt: skip
         return Placement(self.mesh("train_on"), strategy)
@@ -281,6 +286,7 @@ def compare(row: Row) -> dict[str, Any]:
         "note": row.of.get("note"),
         "pair": row.of.get("pair"),
         "mode": row.of.get("mode"),
+        "plans": row.of.get("plans"),
     }
 
 
@@ -296,6 +302,26 @@ def order(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for one in found
         if one["pair"] and one["mode"] != SYNC
     ]
+
+
+def correlate(found: list[dict[str, Any]]) -> dict[str, float]:
+    """Compute the rank correlation of published and predicted figures, for each group of rows that differ in their
+    plans alone."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for one in found:
+        if one["plans"]:
+            groups.setdefault(one["plans"], []).append(one)
+    return {
+        plans: round(correlation([one["published"] for one in rows], [one["predicted"] for one in rows]), 2)
+        for plans, rows in groups.items()
+    }
+
+
+def correlation(first: list[float], second: list[float]) -> float:
+    """Compute Spearman's rank correlation of two lists without equal values."""
+    ranks = [[sorted(values).index(value) for value in values] for values in (first, second)]
+    n, squares = len(first), sum((a - b) ** 2 for a, b in zip(*ranks, strict=True))
+    return 1 - 6 * squares / (n * (n * n - 1))
 
 
 def render(found: list[dict[str, Any]]) -> list[str]:
@@ -341,6 +367,8 @@ def main() -> None:
         f"{sum(error <= 0.2 for error in errors)} of {len(errors)} within 20 %; median"
         f" {errors[len(errors) // 2]:.1%}, mean {sum(errors) / len(errors):.1%}"
     )
+    for plans, found_correlation in correlate(found).items():
+        print(f"plans of {plans}: rank correlation {found_correlation}")
     print(f"weights move in at most {share_weights(found):.2%} of an asynchronous step")
     Results(arguments.json).add("published rows", {"rows": found, "order": ordered})
 

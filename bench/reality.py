@@ -31,6 +31,7 @@ import yaml
 from harness import Results, make_parser, realrl
 from scipy.stats import spearmanr
 
+from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.huggingface.tokenizers import train_bpe
 from realrl.plan.cluster import Cluster
@@ -79,8 +80,8 @@ FINAL = "final "
 
 
 def place(mesh: str, dp: int = 1, tp: int = 1, pp: int = 1, **options: Any) -> Placement:
-    """Make a placement with the bench's micro-batches."""
-    strategy = Strategy(dp=dp, tp=tp, pp=pp, **{"micro_batch_tokens": BUDGET, **options})
+    """Make a placement with the bench's micro-batches. `options` may have further degrees by axis name."""
+    strategy = Strategy(**{"dp": dp, "tp": tp, "pp": pp, "micro_batch_tokens": BUDGET, **options})
     return Placement(Mesh.parse(mesh), strategy)
 
 
@@ -97,6 +98,13 @@ def plan(
     return Plan(CLUSTER, placements, tuple(offload.split()), tuple(offload_optimizer.split()))
 
 
+def divide(graph: DataflowGraph, placement: Placement) -> Plan:
+    """Make a plan that places every call alike, as far as generation can have the same strategy."""
+    samples = Placement(placement.mesh, placement.strategy.for_generation())
+    chosen = {call.name: samples for call in graph.calls if call.kind is Kind.GENERATE}
+    return Plan(CLUSTER, {call.name: placement for call in graph.calls} | chosen)
+
+
 DP, TP, PP = place("0-1", 2), place("0-1", 1, 2), place("0-1", 1, 1, 2)
 ZERO, ONE = place("0"), place("1")
 CRITICS = {"reward__inference": ONE, "critic__inference": ONE, "critic__train": ONE}
@@ -109,8 +117,8 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 """Sections of the algorithms' recipes: 64 answers a step, two optimizer steps if the algorithm has mini-batches."""
 
 
-def make_plans(algorithm: str, graph: DataflowGraph) -> Mapping[str, Plan]:
-    """Make the plans of an algorithm, without the searched one."""
+def make_plans(algorithm: str, graph: DataflowGraph, *, experts: bool = False) -> Mapping[str, Plan]:
+    """Make the plans of an algorithm, without the searched one. `experts`: whether models are mixtures."""
     common = {
         "dp": plan(graph, DP),
         "tp": plan(graph, TP),
@@ -121,7 +129,10 @@ def make_plans(algorithm: str, graph: DataflowGraph) -> Mapping[str, Plan]:
         "one process": plan(graph, ZERO),
         "interleave": make_plan("interleave", graph, CLUSTER, BUDGET),
         "separate": make_plan("separate", graph, CLUSTER, BUDGET),
+        "cp": divide(graph, place("0-1", cp=2)),
     }
+    if experts:
+        common["ep"] = divide(graph, place("0-1", 2, ep=2))
     if algorithm == "dpo":
         return common
     sampled = {
@@ -322,7 +333,8 @@ def rounds_of(
     """
     found: list[Row] = []
     profile = world.profile(case, "0")
-    plans = make_plans(parse_case(case)[0], world.graph(case))
+    algorithm, size = parse_case(case)
+    plans = make_plans(algorithm, world.graph(case), experts="mixture" in SIZES[size])
     plans = {name: plans[name] for name in only or plans} | {SEARCHED: world.search(case, profile)}
     before = {row.turn for row in world.rows(case)}
     for i in range(max(rounds, sum(turn.isdecimal() for turn in before))):

@@ -104,7 +104,7 @@ def check_learning_on_ranks(
 
 def can_sample(strategy: Strategy) -> bool:
     """Whether generation can have this strategy, or needs another layout."""
-    return not strategy.shards_parameters and strategy.cp == 1
+    return not strategy.shards_parameters and strategy.cp == strategy.ep == 1
 
 
 def _is_sampled(figure: str) -> bool:

@@ -39,6 +39,8 @@ PLACEMENTS = {
     "tensor": Placement(Mesh(0, 2), Strategy(tp=2)),
     "sequence": Placement(Mesh(0, 2), Strategy(tp=2, sequence_parallel=True)),
     "pipeline": Placement(Mesh(0, 2), Strategy(pp=2, micro_batch_tokens=40)),
+    "experts, tensor": Placement(Mesh(0, 2), Strategy(tp=2, ep=2)),
+    "experts, sequence": Placement(Mesh(0, 2), Strategy(tp=2, ep=2, sequence_parallel=True)),
 }
 LENGTHS = [9, 17, 4, 23]
 EPSILON = 1e-4
@@ -180,7 +182,8 @@ def run_rank(rank: int, references: dict[str, tuple[Figures, Figures]], store: s
     process = Process(rank, 2, CPU, dist.new_group(backend="gloo"))
     groups = process.groups(list_rank_sets(PLACEMENTS.values()))
     for family, (name, placement) in product(FAMILIES, PLACEMENTS.items()):
-        if rank in placement.ranks:
+        divides_experts = placement.strategy.ep > 1
+        if rank in placement.ranks and (shape_of(family).mixture is not None or not divides_experts):
             model = Model(
                 build_layout(shape_of(family), "lm", placement),
                 rank,

@@ -9,6 +9,7 @@ from realrl.algorithms.sft_loss import SFTMethod
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.parallel_groups import ParallelGroups
+from realrl.engine.training.optimizer import Bucket
 from realrl.engine.training.trainer import Trainer, TrainOptions
 from realrl.families.shape import ModelShape
 from realrl.huggingface.initial_weights import initialise
@@ -36,8 +37,8 @@ def learn(started: list[int], model: Model | None = None) -> torch.Tensor:
     trainer = Trainer(model, OptimizerConfig(lr=1e-2, grad_clip=None))
     start, step = trainer.optimizer.start_reduce, trainer.optimizer.step
 
-    def note_start(bucket: int) -> None:
-        started.append(bucket)
+    def note_start(bucket: Bucket) -> None:
+        started.append(trainer.optimizer.buckets.index(bucket))
         start(bucket)
 
     def note_step(lr: float, **settings: Any) -> float:
@@ -79,7 +80,8 @@ def test_tensor_parallel_ranks_start_buckets_during_backward_with_partial_gradie
     monkeypatch.setattr(limits, "BUCKET_ELEMENTS", 1500)
     model, started = make_lone_tensor_rank(2), []
     learn(started, model)
-    buckets = model.sets["base"].buffer.buckets
+    (run,) = model.sets["base"].buffer.runs
+    buckets = run.buckets
     assert buckets > 2 and started == [*reversed(range(buckets)), -1] * 2
 
 
@@ -92,10 +94,11 @@ def test_buckets_with_heads_that_tensor_parallel_ranks_share_start_after_these_a
     update = started.index(-1)
     early, late = started[:update], started[update + 1 :]
     buffer = model.sets["base"].buffer
-    size = buffer.data.numel() // buffer.buckets
+    buckets = buffer.runs[0].buckets
+    size = buffer.data.numel() // buckets
     heads = [spec for spec in buffer.tensors if "k_proj" in spec.name or "v_proj" in spec.name]
     starts = [buffer.offset(spec.name) for spec in heads]
     places = [p for s, first in zip(heads, starts, strict=True) for p in range(first, first + s.numel)]
     shared = {place // size for place in places}
-    assert shared and early == [bucket for bucket in reversed(range(buffer.buckets)) if bucket not in shared]
+    assert shared and early == [bucket for bucket in reversed(range(buckets)) if bucket not in shared]
     assert late[: len(shared)] == sorted(shared, reverse=True)

@@ -152,7 +152,7 @@ def test_scores_that_do_not_add_up_to_one_are_balanced_as_shares_of_their_sum() 
 
 SHAPE = ModelShape(
     family="qwen3_moe", vocab_size=61, hidden_size=24, intermediate_size=7, layers=3, heads=6, kv_heads=3,
-    head_dim=6, init_std=0.3, mixture=Mixture(experts=9, per_token=2),
+    head_dim=6, init_std=0.3, mixture=Mixture(experts=10, per_token=2),
 )  # fmt: skip
 PARTS = {"whole": WHOLE, "last layer": TrainablePart(last_layers=1)}
 STRATEGIES = {
@@ -167,6 +167,10 @@ STRATEGIES = {
         "2 1 1 z3 r",
         "1 1 1 c2",
         "1 1 1 c2 r",
+        "2 1 1 e2",
+        "2 1 1 e2 z3 r",
+        "1 2 1 e2 s",
+        "1 1 1 c2 e2 r",
     ],
 }
 Learnt = tuple[list[dict[str, float]], dict[str, tuple[object, Tensor]]]
@@ -176,7 +180,8 @@ Learnt = tuple[list[dict[str, float]], dict[str, tuple[object, Tensor]]]
 def placement_of(text: str, micro_batch_tokens: int = 30) -> Placement:
     dp, tp, pp, *flags = text.split()
     strategy = Strategy(
-        dp=int(dp), cp=1 + ("c2" in flags), tp=int(tp), pp=int(pp), micro_batch_tokens=micro_batch_tokens,
+        dp=int(dp), cp=1 + ("c2" in flags), ep=1 + ("e2" in flags), tp=int(tp), pp=int(pp),
+        micro_batch_tokens=micro_batch_tokens,
         sequence_parallel="s" in flags, recompute="r" in flags,
         zero=next((stage for stage in (2, 3) if f"z{stage}" in flags), 1),
     )  # fmt: skip

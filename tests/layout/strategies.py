@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from realrl.families.shape import Head, ModelShape
+from realrl.families.shape import Head, Mixture, ModelShape
 from realrl.layout.layout import Layout, build_layout
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
@@ -12,8 +12,10 @@ from realrl.plan.placement import Mesh, Placement, Strategy
 def shapes(draw: st.DrawFn) -> ModelShape:
     """Models whose sizes divide badly."""
     kv_heads = draw(st.integers(1, 3))
+    experts = draw(st.sampled_from([0, 0, 2, 4, 6]))
     return ModelShape(
-        family=draw(st.sampled_from(["llama", "qwen2", "qwen3"])),
+        family="qwen3_moe" if experts else draw(st.sampled_from(["llama", "qwen2", "qwen3"])),
+        mixture=Mixture(experts=experts, per_token=1) if experts else None,
         vocab_size=draw(st.integers(1, 11)),
         hidden_size=draw(st.integers(1, 5)),
         intermediate_size=draw(st.integers(1, 9)),
@@ -39,7 +41,10 @@ def placements(draw: st.DrawFn, cluster: Cluster, shape: ModelShape) -> Placemen
     ]
     dp, cp, tp, pp = draw(st.sampled_from(degrees))
     zero = draw(st.sampled_from([1, 3])) if dp * cp > 1 else 1
-    return Placement(mesh, Strategy(dp=dp, cp=cp, tp=tp, pp=pp, zero=zero))
+    experts = 1 if shape.mixture is None else shape.mixture.experts
+    divisors = [ep for ep in range(1, experts + 1) if experts % ep == 0 == size // pp % ep]
+    ep = draw(st.sampled_from([ep for ep in divisors if ep % tp == 0 or tp % ep == 0]))
+    return Placement(mesh, Strategy(dp=dp, cp=cp, tp=tp, pp=pp, ep=ep, zero=zero))
 
 
 @st.composite

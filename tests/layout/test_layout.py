@@ -17,6 +17,7 @@ from realrl.layout.ranges import (
     stage_layers,
     vocabulary,
 )
+from realrl.plan.axes import COPIES, axes_dividing
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 from tests.layout.strategies import moves
@@ -112,18 +113,22 @@ def test_a_strategy_that_the_model_does_not_fit_is_refused(degrees: tuple[int, i
 @given(moves())
 def test_every_replica_holds_each_element(move: tuple[Layout, Layout, Cluster]) -> None:
     """Under ZeRO-3, ranks that compute with the same parameters hold each element together."""
-    made, placement = move[0], move[0].placement
-    copies = placement.strategy.copies
-    for replica in [range(copies)] if placement.strategy.shards_parameters else [[i] for i in range(copies)]:
-        seen = {spec.name: np.zeros(spec.shape, dtype=int) for spec in made.specs}
-        for rank in placement.ranks:
-            if placement.copy_index(rank) in replica:
-                for local in made.tensors(rank):
+    made = move[0]
+    for of_experts in (False, True):
+        specs = [spec for spec in made.specs if (spec.expert is not None) == of_experts]
+        placement = made.placement.for_experts() if of_experts else made.placement
+        copies = placement.strategy.copies
+        shares = placement.strategy.shards_parameters
+        for replica in [range(copies)] if shares else [[i] for i in range(copies)]:
+            seen = {spec.name: np.zeros(spec.shape, dtype=int) for spec in specs}
+            for rank in placement.ranks:
+                for local in made.tensors(rank) if placement.copy_index(rank) in replica else ():
                     region = local.region
                     box = tuple(slice(a, b) for a, b in zip(region.offset, region.end, strict=True))
-                    seen[region.tensor][box] += 1
+                    if region.tensor in seen:
+                        seen[region.tensor][box] += 1
                     assert prod(local.shape) >= region.numel and local.shape[1:] == region.size[1:]
-        assert all((count > 0).all() for count in seen.values())
+            assert all((count > 0).all() for count in seen.values())
 
 
 @settings(max_examples=100, deadline=None)
@@ -132,16 +137,16 @@ def test_shards_of_zero_3_are_equal_and_lie_back_to_back_in_the_parameters(
     move: tuple[Layout, Layout, Cluster],
 ) -> None:
     """So that an all-gather of each parameter's rows gives the parameter, with padding after it."""
-    made, placement = move[0], move[0].placement
-    copies = placement.strategy.copies
-    if not placement.strategy.shards_parameters:
-        return
-    for first in (rank for rank in placement.ranks if placement.copy_index(rank) == 0):
-        stored = [made.tensors(first + d * placement.strategy.tp) for d in range(copies)]
-        at = 0
+    made = move[0]
+    for first in made.placement.ranks:
         for stack in group_stacks(made.gathered_tensors(first)):
-            parts = [tensors[at : at + len(stack)] for tensors in stored]
-            at += len(stack)
+            placement = made.placement_of(stack[0].spec)
+            if placement.copy_index(first) or not placement.strategy.shards_parameters:
+                continue
+            copies, names = placement.strategy.copies, [whole.spec.name for whole in stack]
+            offsets = placement.strategy.degrees.offsets(*axes_dividing(*COPIES))
+            stored = [{one.spec.name: one for one in made.tensors(first + offset)} for offset in offsets]
+            parts = [[tensors[name] for name in names] for tensors in stored]
             rows = [sum(tensor.shape[0] for tensor in part) for part in parts]
             assert len({*rows}) == 1 and sum(rows) < sum(tensor.shape[0] for tensor in stack) + copies
             for i, whole in enumerate(stack):

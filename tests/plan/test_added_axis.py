@@ -92,6 +92,8 @@ def test_groups_keep_replicas_apart() -> None:
         "context": (7,),
         "copies": (5, 7),
         "tensor": (6, 7),
+        "experts": (7,),
+        "expert_copies": (5, 7),
         "pipeline": (7, 15),
         "reverse_pipeline": (15, 7),
         "mesh": (4, 5, 6, 7, 12, 13, 14, 15),

@@ -78,7 +78,12 @@ def nobody_else() -> Iterator[Messages]:
         count("send", tensor)
         return Sent()
 
+    def exchanged(output: torch.Tensor, tensor: torch.Tensor, *_: Any, **__: Any) -> None:
+        count("all_to_all", tensor)
+        output.copy_(tensor)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", exchanged)
         patch.setattr(dist, "all_reduce", lambda tensor, *_, **__: count("all_reduce", tensor))
         patch.setattr(dist, "isend", sent)
         patch.setattr(dist, "irecv", arrived)
@@ -134,7 +139,7 @@ class LoneRank:
         self, model: StoredModel, placement: Placement, rank: int, device: torch.device = CPU
     ) -> None:
         self.placement = placement
-        strategy = placement.strategy
+        strategy, folded = placement.strategy, placement.for_experts()
         tensor = _group(strategy.tp, placement.index(rank, "tp"))
         pipeline = _group(strategy.pp, placement.stage(rank))
         self.model = Model(
@@ -145,6 +150,8 @@ class LoneRank:
                 context=_group(strategy.cp, placement.index(rank, "cp")),
                 copies=_group(strategy.copies, placement.copy_index(rank)),
                 tensor=tensor,
+                experts=_group(strategy.ep, folded.index(rank, "ep")),
+                expert_copies=_group(folded.strategy.copies, folded.copy_index(rank)),
                 pipeline=pipeline,
                 reverse_pipeline=pipeline,
                 embedding=pipeline if strategy.pp > 1 else None,

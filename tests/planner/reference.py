@@ -9,8 +9,9 @@ from itertools import product
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.layout.sets import BASE, WHOLE, TrainablePart
+from realrl.plan.axes import Degrees
 from realrl.plan.cluster import Cluster, Links
-from realrl.plan.placement import Dtype, Placement, Strategy, function_placement
+from realrl.plan.placement import Dtype, Placement, Strategy, divides_experts, function_placement
 from realrl.planner.moves.exchange import ExchangeModel
 from realrl.planner.moves.links import LinkTransfers, ParameterBytes
 from realrl.planner.moves.transfers import Layouts, name_mixing, name_refreshing
@@ -156,8 +157,10 @@ def strategy_table(
                         dp = mesh.size // tp // pp
                         # Only some strategies divide tokens, because all of them would be too many candidates.
                         cp = 2 if dp % 4 == 2 and recompute else 1
+                        ep = 2 if dp % 4 == 0 and not recompute and call.kind is not Kind.GENERATE else 1
+                        ep = ep if divides_experts(Degrees.of({"dp": dp, "tp": tp}), ep) else 1
                         strategy = Strategy(
-                            dp=dp // cp, cp=cp, tp=tp, pp=pp, recompute=recompute, dtype=dtype
+                            dp=dp // cp, cp=cp, tp=tp, pp=pp, ep=ep, recompute=recompute, dtype=dtype
                         )
                         found = _cost_candidate(call, parameters, Placement(mesh, strategy), offload, trained)
                         candidates += [found, replace(found, keep=True)] if keeps else [found]
@@ -195,7 +198,7 @@ def _cost_candidate(
 
 def _weights(rng: random.Random, parameters: float, part: TrainablePart) -> tuple[ParameterBytes, ...]:
     """A model of one parameter set, or of two, of which the second one has the last layers."""
-    sizes = {"layers": 8, "layer": 0.25 * parameters, "tied": rng.random() < 0.3}
+    sizes = {"layers": 8, "layer": 0.25 * parameters, "tied": rng.random() < 0.3, "experts": 0.1 * parameters}
     embedding, end = 0.3 * parameters, 0.1 * parameters
     if part == WHOLE:
         return (ParameterBytes(**sizes, embedding=embedding, end=end),)
@@ -231,7 +234,10 @@ def _moving(
 
 def _halve(weights: dict[str, tuple[ParameterBytes, ...]]) -> dict[str, tuple[ParameterBytes, ...]]:
     return {
-        what: tuple(replace(w, layer=w.layer / 2, embedding=w.embedding / 2, end=w.end / 2) for w in sets)
+        what: tuple(
+            replace(w, layer=w.layer / 2, experts=w.experts / 2, embedding=w.embedding / 2, end=w.end / 2)
+            for w in sets
+        )
         for what, sets in weights.items()
     }
 

@@ -201,7 +201,7 @@ def list_counted(model: Model, held: LocalSet) -> Iterator[tuple[LocalTensor, in
     All ranks of the model together count every element once. If n ranks have equal copies, each of them counts
     every n-th tensor.
     """
-    copies, placement = model.groups.copies, held.layout.placement
+    placement = held.layout.placement
     if placement.is_copy(model.rank):
         return
     sharded = placement.strategy.shards_parameters
@@ -209,6 +209,7 @@ def list_counted(model: Model, held: LocalSet) -> Iterator[tuple[LocalTensor, in
     for i, local in enumerate(held.layout.tensors(model.rank)):
         first, end = find_counted_elements(model, local)
         end = min(end, local.region.numel)
+        copies = model.groups.copies_of(local.spec)
         if (sharded or i % copies.size == copies.index) and first < end:
             start = held.buffer.offset(local.region.tensor)
             yield local, first, flat[start + first : start + end]

@@ -1,6 +1,8 @@
 """Flat buffers: one rank's tensors of a parameter set, back to back in one allocation."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,9 +13,35 @@ from realrl.layout.layout import Layout
 from realrl.layout.limits import bucket_count
 
 
+@dataclass(frozen=True)
+class FlatRun:
+    """Tensors that are stored back to back."""
+
+    tensors: tuple[TensorSpec, ...]
+    multiple_of: int = 1
+    """The number of elements is rounded up to a multiple of this number."""
+
+    @cached_property
+    def used(self) -> int:
+        """Number of elements of the tensors."""
+        return sum(tensor.numel for tensor in self.tensors)
+
+    @property
+    def size(self) -> int:
+        """Number of elements with padding."""
+        return -(-self.used // self.multiple_of) * self.multiple_of
+
+    @property
+    def buckets(self) -> int:
+        """Number of equal parts that are communicated one by one."""
+        return bucket_count(self.used)
+
+
 class FlatBuffer:
     """Tensors stored back to back in `data` [N]; N is rounded up to a multiple of `multiple_of`, and the padding
     stays zero."""
+
+    runs: tuple[FlatRun, ...]
 
     def __init__(
         self,
@@ -23,16 +51,31 @@ class FlatBuffer:
         *,
         multiple_of: int = 1,
     ) -> None:
-        self.tensors = tuple(tensors)
+        self._store([FlatRun(tuple(tensors), multiple_of)], dtype, device)
+
+    @classmethod
+    def of_runs(
+        cls, runs: "Sequence[FlatRun]", dtype: torch.dtype, device: torch.device | str
+    ) -> "FlatBuffer":
+        """Store several runs of tensors; each of them is padded."""
+        made = cls.__new__(cls)
+        made._store(runs, dtype, device)
+        return made
+
+    def _store(self, runs: "Sequence[FlatRun]", dtype: torch.dtype, device: torch.device | str) -> None:
+        self.runs = tuple(runs)
+        self.tensors = tuple(tensor for run in runs for tensor in run.tensors)
         self._specs = {tensor.name: tensor for tensor in self.tensors}
         assert len(self._specs) == len(self.tensors), "two tensors have the same name"
         self._offsets: dict[str, int] = {}
-        used = 0
-        for tensor in self.tensors:
-            self._offsets[tensor.name] = used
-            used += tensor.numel
-        self._used = used
-        self.data = torch.zeros(-(-used // multiple_of) * multiple_of, dtype=dtype, device=device)
+        start = 0
+        for run in runs:
+            at = start
+            for tensor in run.tensors:
+                self._offsets[tensor.name] = at
+                at += tensor.numel
+            start += run.size
+        self.data = torch.zeros(start, dtype=dtype, device=device)
 
     def __contains__(self, name: str) -> bool:
         return name in self._specs
@@ -42,15 +85,12 @@ class FlatBuffer:
         spec, start = self._specs[name], self._offsets[name]
         return self.data[start : start + spec.numel].view(spec.shape)
 
-    @property
-    def buckets(self) -> int:
-        """Number of equal parts that are communicated one by one."""
-        return bucket_count(self._used)
-
-    @property
-    def padding(self) -> Tensor:
-        """Elements after the last tensor."""
-        return self.data[self._used :]
+    def zero_padding(self) -> None:
+        """Set the elements after the tensors of each run to zero."""
+        start = 0
+        for run in self.runs:
+            self.data[start + run.used : start + run.size].zero_()
+            start += run.size
 
     def offset(self, name: str) -> int:
         """Index in `data` of a tensor's first element."""
@@ -71,11 +111,13 @@ class LocalSet:
     """A rank's part of a parameter set in one flat buffer, whose memory can be freed and allocated again."""
 
     def __init__(self, layout: Layout, rank: int, dtype: torch.dtype, device: torch.device) -> None:
-        """`rank` is global. The buffer is padded so that data-parallel ranks can divide each bucket equally."""
+        """`rank` is global. The buffer is padded so that ranks with the same tensors can divide each bucket
+        equally."""
         self.layout, self._rank = layout, rank
-        stored = [tensor.stored for tensor in layout.tensors(rank)]
-        multiple = layout.placement.strategy.replicas * bucket_count(sum(tensor.numel for tensor in stored))
-        self.buffer = FlatBuffer(stored, dtype, device, multiple_of=multiple)
+        runs = [
+            FlatRun(tuple(tensor.stored for tensor in run.tensors), run.multiple) for run in layout.runs(rank)
+        ]
+        self.buffer = FlatBuffer.of_runs(runs, dtype, device)
         self.memory = Offloadable([self.buffer.data])
 
     @property
@@ -89,7 +131,7 @@ class LocalSet:
     def allocate(self) -> None:
         """Allocate the memory again. Padding is zero; the parameters are undefined until they are filled in."""
         allocate(self.buffer.data)
-        self.buffer.padding.zero_()
+        self.buffer.zero_padding()
         for tensor in self.layout.tensors(self._rank):
             if tensor.region.size != tensor.shape:
                 self.buffer[tensor.region.tensor][tensor.region.size[0] :].zero_()

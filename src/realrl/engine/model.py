@@ -75,7 +75,7 @@ class Model:
         self.gathered: GatheredParameters | None = None
         """Parameters that this rank gathers section by section to compute with them; None without ZeRO-3."""
         if layout.placement.strategy.shards_parameters:
-            self.gathered = GatheredParameters(self.sets, self.shard, rank, groups.copies)
+            self.gathered = GatheredParameters(self.sets, self.shard, rank, groups)
         weights = self.parameters.fused if self.gathered is None else self.gathered.fused
         self.transformer = Transformer(
             self.shard,
@@ -83,6 +83,7 @@ class Model:
             groups.tensor,
             products,
             context_group=groups.context,
+            expert_group=groups.experts,
             sequence_parallel=self.sequence_parallel,
         )
         self.passes: ShardedPasses | None = None
@@ -105,9 +106,16 @@ class Model:
         tied = self.transformer.ties_embeddings
         return ShardedPasses(self.shard, self.gathered, tied=tied)
 
+    @property
+    def passes_are_joint(self) -> bool:
+        """Whether forward passes have collectives of ranks with different items: under ZeRO-3, and if such ranks
+        divide the experts."""
+        strategy = self.layout.placement.strategy
+        return strategy.shards_parameters or strategy.ep > strategy.cp * strategy.tp
+
     def agree_on_passes(self, count: int) -> int:
         """Return the largest `count` of all data-parallel ranks. All of these ranks then take part in this number
-        of passes."""
+        of passes, some of them in idle passes."""
         found = torch.tensor(float(count), device=self.device)
         return int(self.groups.data.max(found))
 
@@ -187,6 +195,27 @@ class Model:
             candidate_logprobs=others,
         )
 
+    def run_idle(self, *, recompute: bool = False, requires_grad: bool = False) -> Tensor:
+        """Take part in the collectives of a forward pass of other ranks: run a pass over two tokens that count
+        nowhere.
+
+        `requires_grad`: whether the stage before has something to train. Returns the output of the stage, whose
+        backward pass with zeros takes part in the collectives of a backward pass. It reaches the same parameters as
+        any other pass.
+        """
+        rows = Ragged.of([torch.zeros(2, dtype=torch.int64)]).to(self.device)
+        packing, x = self.pack(rows), rows.values
+        if not self.pipeline.first:
+            shape = self.count_hidden_rows(2), self.shape.hidden_size
+            x = torch.zeros(shape, dtype=self.dtype, device=self.device, requires_grad=requires_grad)
+        hidden: Tensor = self.transformer(x, packing, recompute=recompute)
+        if not self.shard.last:
+            return hidden
+        output = self.compute_output(hidden, rows, packing)
+        found = output.values if self.head == "scalar" else output.logprobs
+        assert found is not None, "every head has an output"
+        return found
+
     def count_hidden_rows(self, tokens: int) -> int:
         """Count the rows of hidden states that a rank exchanges with the next stage for a micro-batch of `tokens`
         tokens."""
@@ -239,7 +268,7 @@ class Model:
         batch = batch.without(sampled.keys)
         costs = count_item_tokens(batch, method.sequences(batch)) if len(batch) else []
         parts = self.split_micro_batches(costs, max_tokens)
-        count = len(parts) if self.passes is None else self.agree_on_passes(len(parts))
+        count = self.agree_on_passes(len(parts)) if self.passes_are_joint else len(parts)
         received = self.receive_activations([sum(costs[i] for i in positions) for positions in parts])
         for positions in parts:
             part = batch.select(positions).to(self.device)
@@ -249,10 +278,12 @@ class Model:
                 for position, row in zip(positions, field.to(torch.device("cpu")).rows(), strict=True):
                     slots[position] = row
             after_micro_batch()
-        if self.passes is not None:
+        if count > len(parts):
             self.pipeline.flush()
-            for _ in range(count - len(parts)):
-                self.passes.idle_forward(last=True)
+        for _ in range(count - len(parts)):
+            self.run_idle()
+            if self.passes is not None:
+                self.passes.release()
         self.pipeline.wait_sends()
         if not self.shard.last:
             return batch, Metrics()

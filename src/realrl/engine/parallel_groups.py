@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from realrl.families.tensors import TensorSpec
 from realrl.model.group import Group, make_single_rank_group
 from realrl.plan.communicators import RankSet, list_own_rank_sets
 from realrl.plan.placement import Placement
@@ -13,7 +14,8 @@ class ParallelGroups:
     """Groups of one rank under a placement.
 
     Ranks of `data` divide the items of a batch, and ranks of `context` the tokens of a micro-batch. `copies` has
-    both kinds: all ranks that compute with the same parameters.
+    both kinds: all ranks that compute with the same parameters. Ranks of `experts` divide the experts of a stage,
+    and ranks of `expert_copies` compute with the same experts. Without expert parallelism, these are `copies`.
     `reverse_pipeline` has the ranks of `pipeline`, last stage first; on gloo it is a second connection, for
     gradients and tokens that flow backwards. `embedding` has the ranks of the first and the last stage of the
     pipeline, or is None if this rank is on neither. It is Megatron's embedding group, for tied embeddings. `mesh`
@@ -24,6 +26,8 @@ class ParallelGroups:
     context: Group
     copies: Group
     tensor: Group
+    experts: Group
+    expert_copies: Group
     pipeline: Group
     reverse_pipeline: Group
     mesh: Group
@@ -34,7 +38,12 @@ class ParallelGroups:
         """Make the groups of a rank that is alone in all groups except `others`."""
         single = make_single_rank_group(rank)
         groups = {field.name: single for field in fields(cls)} | {"embedding": None}
+        groups |= {"expert_copies": others.get("copies", single)}
         return cls(**groups | others)  # type: ignore[arg-type]
+
+    def copies_of(self, spec: TensorSpec) -> Group:
+        """Return the ranks that compute with the same part of a tensor as this rank."""
+        return self.copies if spec.expert is None else self.expert_copies
 
 
 def select_groups(placement: Placement, rank: int, groups: Mapping[RankSet, Group]) -> ParallelGroups:
@@ -50,6 +59,8 @@ def select_groups(placement: Placement, rank: int, groups: Mapping[RankSet, Grou
         context=own["context"],
         copies=own["copies"],
         tensor=own["tensor"],
+        experts=own["experts"],
+        expert_copies=own["expert_copies"],
         pipeline=own["pipeline"],
         reverse_pipeline=own["reverse_pipeline"],
         mesh=own["mesh"],

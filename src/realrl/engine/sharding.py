@@ -12,6 +12,7 @@ from torch.autograd import Function
 
 from realrl.engine.buffers import FlatBuffer, LocalSet
 from realrl.engine.offload import allocate, free
+from realrl.engine.parallel_groups import ParallelGroups
 from realrl.families.tensors import TensorSpec
 from realrl.layout.layout import group_stacks
 from realrl.layout.local_tensors import LocalTensor, count_shard_rows
@@ -44,22 +45,26 @@ def group_by_section(shard: Shard, tensors: tuple[LocalTensor, ...]) -> dict[Sec
 
 class SectionBuffer:
     """All rows of one section (the embedding, a layer or the head) of a parameter set. Each parameter is padded, so
-    that data-parallel ranks have equal parts of it.
+    that ranks with the same parameters have equal parts of it.
 
     The buffer has memory only while it is in use.
     """
 
-    def __init__(self, stacks: Iterable[Stack], ranks: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, stacks: Iterable[Stack], groups: ParallelGroups, dtype: torch.dtype, device: torch.device
+    ) -> None:
         tensors: list[TensorSpec] = []
-        self.stacks: list[tuple[str, ...]] = []
-        """Names of the tensors of each parameter."""
+        self.stacks: dict[tuple[str, ...], Group] = {}
+        """Names of the tensors of each parameter, and the ranks that divide its rows."""
         for stack in stacks:
+            group = groups.copies_of(stack[0].spec)
+            ranks = group.size
             stored = [tensor.stored for tensor in stack]
             padding = ranks * count_shard_rows(stack, ranks) - sum(spec.shape[0] for spec in stored)
             first = stored[0]
             end = replace(first, name=_name_padding(first.name), shape=(padding, *first.shape[1:]))
             tensors += [*stored, end]
-            self.stacks.append(tuple(spec.name for spec in stored))
+            self.stacks[tuple(spec.name for spec in stored)] = group
         self.buffer = FlatBuffer(tensors, dtype, device)
         free(self.buffer.data)
 
@@ -99,16 +104,15 @@ def _name_padding(first: str) -> str:
 class GatheredParameters:
     """Parameters of a stage under ZeRO-3. A section has memory from the time it is gathered until it is freed."""
 
-    def __init__(self, sets: Mapping[str, LocalSet], shard: Shard, rank: int, group: Group) -> None:
-        """`sets` has this rank's part of each parameter set of a model. `rank` is global; `group` has its
-        data-parallel ranks."""
-        self._group = group
+    def __init__(self, sets: Mapping[str, LocalSet], shard: Shard, rank: int, groups: ParallelGroups) -> None:
+        """`sets` has this rank's part of each parameter set of a model. `rank` is global; `groups` are its
+        groups."""
         self._sections: dict[Section, list[tuple[SectionBuffer, LocalSet]]] = {}
         self._of: dict[str, SectionBuffer] = {}
         for held in sets.values():
             stored = held.buffer.data
             for section, stacks in group_by_section(shard, held.layout.gathered_tensors(rank)).items():
-                buffer = SectionBuffer(stacks, group.size, stored.dtype, stored.device)
+                buffer = SectionBuffer(stacks, groups, stored.dtype, stored.device)
                 self._sections.setdefault(section, []).append((buffer, held))
                 self._of |= {name: buffer for names in buffer.stacks for name in names}
         self._arriving: dict[Section, list[dist.Work | None]] = {}
@@ -124,9 +128,9 @@ class GatheredParameters:
         works = self._arriving[section] = []
         for buffer, held in self._sections.get(section, ()):
             buffer.allocate()
-            for names in buffer.stacks:
+            for names, group in buffer.stacks.items():
                 mine = held.buffer.fused(*names).view(-1)
-                works.append(all_gather(buffer.view_stack(names), mine, self._group, async_op=True))
+                works.append(all_gather(buffer.view_stack(names), mine, group, async_op=True))
 
     def gather(self, section: Section) -> None:
         """Gather a section, and wait until it has its values."""
@@ -139,9 +143,9 @@ class GatheredParameters:
     def store(self, section: Section) -> None:
         """Copy this rank's rows of a gathered section, which has changed, to the memory that stores them."""
         for buffer, held in self._sections.get(section, ()):
-            for names in buffer.stacks:
+            for names, group in buffer.stacks.items():
                 mine = held.buffer.fused(*names).view(-1)
-                mine.copy_(buffer.view_stack(names).view(self._group.size, -1)[self._group.index])
+                mine.copy_(buffer.view_stack(names).view(group.size, -1)[group.index])
 
     def free(self, section: Section) -> None:
         """Free the memory of a section, if it has any."""
@@ -170,24 +174,29 @@ class _Reduction:
 class SectionGradients:
     """Float32 gradients of a parameter set; a rank accumulates only its own rows.
 
-    Gradients of all rows exist only from a section's backward pass until they are summed over data-parallel ranks.
+    Gradients of all rows exist only from a section's backward pass until they are summed over the ranks with the
+    same parameters.
     Sections are reduced in a fixed order, from the head to the embedding, so that ranks agree.
     """
 
     def __init__(
-        self, updated: LocalSet, shard: Shard, rank: int, group: Group, complete: Callable[[FlatBuffer], None]
+        self,
+        updated: LocalSet,
+        shard: Shard,
+        rank: int,
+        groups: ParallelGroups,
+        complete: Callable[[FlatBuffer], None],
     ) -> None:
         """`updated` has the rows that this rank updates; `rank` is global. `complete(buffer)` is called after a
         section's backward pass, with the gradients of all rows of the section. This function sums gradients that
         are only partial on each TP rank."""
-        self._group, self._complete = group, complete
+        self._complete = complete
         device = updated.buffer.data.device
-        multiple = updated.buffer.buckets
-        self.rows = FlatBuffer(updated.buffer.tensors, torch.float32, device, multiple_of=multiple)
+        self.rows = FlatBuffer.of_runs(updated.buffer.runs, torch.float32, device)
         """Gradients of the rows that this rank updates."""
         whole = group_by_section(shard, updated.layout.gathered_tensors(rank))
         self._sections = {
-            section: SectionBuffer(whole[section], group.size, torch.float32, device)
+            section: SectionBuffer(whole[section], groups, torch.float32, device)
             for section in reversed(list_sections(shard))
             if section in whole
         }
@@ -216,7 +225,7 @@ class SectionGradients:
             found.buffer.data.zero_()
 
     def reduce(self, section: Section) -> None:
-        """Start to sum a section's complete gradients over data-parallel ranks."""
+        """Start to sum a section's complete gradients over the ranks with the same parameters."""
         if section not in self._sections:
             return
         assert self._waiting and self._waiting[0] == section, f"{section} is not next in {self._waiting}"
@@ -227,8 +236,8 @@ class SectionGradients:
         rows = [self.rows.fused(*names).view(-1) for names in found.stacks]
         sums = [torch.empty_like(part) for part in rows]
         works = [
-            reduce_scatter(into, found.view_stack(names), self._group, async_op=True)
-            for into, names in zip(sums, found.stacks, strict=True)
+            reduce_scatter(into, found.view_stack(names), group, async_op=True)
+            for into, (names, group) in zip(sums, found.stacks.items(), strict=True)
         ]
         # The previous reduction has run during this section's backward pass.
         self._finish_reduction()
@@ -258,8 +267,7 @@ class ShardedPasses(SectionHooks):
 
     Parameters are freed after the forward pass of their section, and gathered again for its backward pass. After
     the backward pass, the section's gradients are reduced and its parameters are freed. The head's parameters stay
-    from its forward to its backward pass, which follows immediately. A rank with fewer micro-batches than others
-    runs idle passes: it joins the collectives and computes nothing.
+    from its forward to its backward pass, which follows immediately.
     """
 
     def __init__(self, shard: Shard, gathered: GatheredParameters | None, *, tied: bool) -> None:
@@ -306,26 +314,6 @@ class ShardedPasses(SectionHooks):
         assert self._gradients is not None, "only training has backward passes"
         self._gradients.finish_pass()
         self.release()
-
-    def idle_forward(self, *, last: bool) -> None:
-        """Join a forward pass of other ranks; `last` means that no backward pass follows."""
-        nothing = torch.empty(0)
-        for section in self._sections:
-            self.enter(section, nothing)
-            if section != "head":
-                self.leave(section, nothing)
-        if last:
-            self.release()
-
-    def idle_backward(self) -> None:
-        """Join a backward pass of other ranks."""
-        self.start_backward()
-        if self._sections[-1] == "head":
-            self._end_backward("head")
-        for layer in reversed(self._backward):
-            self._begin_backward(layer)
-            self._end_backward(layer)
-        self.finish_backward()
 
     def _begin_backward(self, section: Section) -> None:
         """Prepare the backward pass of a section; the embedding's backward pass needs no parameters."""

@@ -5,13 +5,39 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 
+from realrl.config.errors import UserError
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import Place, TensorSpec
+from realrl.layout.limits import bucket_count
 from realrl.layout.local_tensors import LocalTensor, cut_rows, local_tensor
 from realrl.layout.ranges import query_heads, stage_layers
 from realrl.plan.axes import Divided, axes_dividing
 from realrl.plan.placement import Placement
+
+
+@dataclass(frozen=True)
+class Run:
+    """Tensors that a rank stores back to back, and the padding after them."""
+
+    tensors: tuple[LocalTensor, ...]
+    replicas: int
+    """Number of ranks that store the same tensors. Padding lets them divide each bucket equally."""
+
+    @cached_property
+    def elements(self) -> int:
+        """Number of elements without padding."""
+        return sum(tensor.numel for tensor in self.tensors)
+
+    @property
+    def multiple(self) -> int:
+        """The number of elements is rounded up to a multiple of this number."""
+        return self.replicas * bucket_count(self.elements)
+
+    @property
+    def size(self) -> int:
+        """Number of elements with padding."""
+        return -(-self.elements // self.multiple) * self.multiple
 
 
 @dataclass(frozen=True)
@@ -36,7 +62,7 @@ class Layout:
         gathered = self.gathered_tensors(rank)
         if not (gathered and placement.strategy.shards_parameters):
             return gathered
-        key = True, placement.coordinates(rank, placement.strategy.storing_axes)
+        key = True, (rank,)
         if key not in self._known:
             self._known[key] = tuple(
                 part for stack in group_stacks(gathered) for part in self.cut_stored_rows(stack, rank)
@@ -49,37 +75,73 @@ class Layout:
         placement = self.placement
         if rank not in placement.ranks:
             return ()
-        key = False, placement.coordinates(rank, axes_dividing(Divided.LAYERS, Divided.MATRICES))
+        cut, folded = axes_dividing(Divided.LAYERS, Divided.MATRICES), axes_dividing(Divided.EXPERTS)
+        of_experts = self._experts.coordinates(rank, folded)
+        key = False, placement.coordinates(rank, cut) + of_experts
         if key not in self._known:
             stage = placement.stage(rank)
-            self._known[key] = tuple(
+            tensors = [
                 self.cut(spec, rank)
                 for spec, stages in zip(self.specs, self.stages, strict=True)
-                if stage in stages
-            )
+                if stage in stages and self.holds(spec, rank)
+            ]
+            if placement.strategy.ep > 1:
+                # Experts come last, because other ranks than those of the other tensors have copies of them.
+                tensors.sort(key=lambda tensor: tensor.spec.expert is not None)
+            self._known[key] = tuple(tensors)
         return self._known[key]
+
+    def runs(self, rank: int) -> tuple["Run", ...]:
+        """Divide the tensors that a rank stores, in storage order, by the ranks that store the same."""
+        tensors = self.tensors(rank)
+        if self.placement.strategy.ep == 1:
+            return (Run(tensors, self.placement.strategy.replicas),)
+        others = tuple(tensor for tensor in tensors if tensor.spec.expert is None)
+        return (
+            Run(others, self.placement.strategy.replicas),
+            Run(tensors[len(others) :], self._experts.strategy.replicas),
+        )
+
+    def holds(self, spec: TensorSpec, rank: int) -> bool:
+        """Check whether a rank on one of a tensor's stages computes with the tensor or a part of it. It does not if
+        the tensor belongs to an expert of other ranks."""
+        ep = self.placement.strategy.ep
+        if spec.expert is None or ep == 1:
+            return True
+        assert self.shape.mixture is not None, "only mixtures have experts"
+        own = self.shape.mixture.experts // ep
+        return spec.expert // own == self._experts.index(rank, *axes_dividing(Divided.EXPERTS))
+
+    def placement_of(self, spec: TensorSpec) -> Placement:
+        """Return the placement that determines which ranks hold a tensor: the experts' own, or that of all other
+        tensors."""
+        return self.placement if spec.expert is None else self._experts
+
+    @cached_property
+    def _experts(self) -> Placement:
+        return self.placement.for_experts()
 
     def cut(self, spec: TensorSpec, rank: int) -> LocalTensor:
         """Cut out the part of a global tensor that a rank computes with; the rank must be on one of the tensor's
         stages."""
         if spec.partition is None:
             return local_tensor(self.shape, spec, 1, 0)
-        axis = spec.partition.axis
-        parts, index = self.placement.strategy.degrees[axis], self.placement.index(rank, axis)
+        axis, placement = spec.partition.axis, self.placement_of(spec)
+        parts, index = placement.strategy.degrees[axis], placement.index(rank, axis)
         return local_tensor(self.shape, spec, parts, index)
 
     def cut_stored_rows(self, stack: Sequence[LocalTensor], rank: int) -> Sequence[LocalTensor]:
         """Cut out the rows of a parameter that a rank stores: all rows, unless ZeRO-3 shards parameters."""
-        strategy = self.placement.strategy
-        if not strategy.shards_parameters:
+        placement = self.placement_of(stack[0].spec)
+        if not placement.strategy.shards_parameters:
             return stack
-        return cut_rows(stack, strategy.copies, self.placement.copy_index(rank))
+        return cut_rows(stack, placement.strategy.copies, placement.copy_index(rank))
 
     def list_parts(self, spec: TensorSpec) -> list[LocalTensor]:
         """List the parts into which ranks divide a global tensor; a single part if it has no partition."""
         if spec.partition is None:
             return [local_tensor(self.shape, spec, 1, 0)]
-        parts = self.placement.strategy.degrees[spec.partition.axis]
+        parts = self.placement_of(spec).strategy.degrees[spec.partition.axis]
         return [local_tensor(self.shape, spec, parts, index) for index in range(parts)]
 
     @cached_property
@@ -119,7 +181,20 @@ def build_layout(
     shape: ModelShape, head: Head, placement: Placement, subset: tuple[TensorSpec, ...] | None = None
 ) -> Layout:
     """Lay out a model, or a subset of its tensors, under a placement. Raises UserError for more pipeline stages
-    than layers, or more tensor-parallel ranks than attention heads."""
+    than layers, more tensor-parallel ranks than attention heads, or a degree of expert parallelism that does not
+    divide the experts."""
     stage_layers(shape.layers, placement.strategy.pp)
     query_heads(shape, placement.strategy.tp, 0)
+    _check_experts(shape, placement.strategy.ep)
     return Layout(shape, head, placement, subset)
+
+
+def _check_experts(shape: ModelShape, ep: int) -> None:
+    if ep == 1:
+        return
+    if shape.mixture is None:
+        raise UserError(f"ep={ep}: the model has no experts")
+    if shape.mixture.experts % ep:
+        raise UserError(f"ep={ep} does not divide the {shape.mixture.experts} experts of the model")
+    if shape.quantised is not None:
+        raise UserError(f"ep={ep}: experts that are quantised have no expert parallelism; leave ep out")

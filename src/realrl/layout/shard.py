@@ -20,14 +20,21 @@ class Shard:
     tp_index: int = 0
     pp: int = 1
     pp_index: int = 0
+    ep: int = 1
+    ep_index: int = 0
+    """Index of this rank among the `ep` ranks that divide the experts of its stage."""
 
     @classmethod
     def of(cls, shape: ModelShape, head: Head, placement: Placement, rank: int) -> "Shard":
-        s = placement.strategy
-        return cls(shape, head, s.tp, placement.index(rank, "tp"), s.pp, placement.stage(rank))
+        s, ep_index = placement.strategy, placement.for_experts().index(rank, "ep")
+        return cls(
+            shape, head, s.tp, placement.index(rank, "tp"), s.pp, placement.stage(rank), s.ep, ep_index
+        )
 
     def holds(self, spec: TensorSpec) -> bool:
-        """Check whether this stage holds a tensor or a part of it."""
+        """Check whether this rank holds a tensor or a part of it."""
+        if spec.expert is not None and spec.expert not in self.experts:
+            return False
         match spec.place:
             case Place.FIRST:
                 return self.first
@@ -37,6 +44,11 @@ class Shard:
                 return self.first or self.last
             case layer:
                 return layer in self.layers
+
+    def holds_whole_expert(self, spec: TensorSpec) -> bool:
+        """Check whether a tensor of this rank belongs to an expert that no other TP rank computes (expert
+        parallelism)."""
+        return spec.expert is not None and self.ep > 1
 
     @property
     def first(self) -> bool:
@@ -51,6 +63,13 @@ class Shard:
     @cached_property
     def layers(self) -> range:
         return stage_layers(self.shape.layers, self.pp)[self.pp_index]
+
+    @cached_property
+    def experts(self) -> range:
+        """Experts of each layer that this rank holds whole, or its part of all of them without expert
+        parallelism."""
+        total = 0 if self.shape.mixture is None else self.shape.mixture.experts
+        return range(total * self.ep_index // self.ep, total * (self.ep_index + 1) // self.ep)
 
     @cached_property
     def queries(self) -> range:

@@ -18,6 +18,7 @@ from realrl.model.arithmetic.elementwise import activate, add_one, add_rms_norm,
 from realrl.model.arithmetic.grouped import Groups, gather_weighed, sum_copies
 from realrl.model.attention import split_heads
 from realrl.model.attention_rule import AttentionRule
+from realrl.model.expert_parallel import Dispatch
 from realrl.model.group import Group
 from realrl.model.matrices import Matrices
 from realrl.model.rotary import apply_rotary_emb
@@ -27,7 +28,8 @@ from realrl.model.tensor_parallel import TensorParallel
 
 @dataclass(frozen=True, eq=False)
 class ExpertBlock:
-    """A layer's experts and their router. A tensor-parallel rank holds a part of the units of each expert."""
+    """A layer's experts and their router. A tensor-parallel rank holds a part of the units of each expert; with
+    expert parallelism, a rank holds some experts whole."""
 
     router: Tensor
     """Matrix of the router. [E, H]"""
@@ -39,6 +41,8 @@ class ExpertBlock:
     activation: Activation
     layer: int
     """Index of the layer in its pipeline stage."""
+    group: Group
+    """Ranks that divide the experts; a single rank without expert parallelism."""
     router_bias: Tensor | None = None
     """[E]"""
     gate_up_bias: Tensor | None = None
@@ -46,24 +50,68 @@ class ExpertBlock:
     down_bias: Tensor | None = None
     """Biases of the experts' outputs. [E * H]"""
     adds_down_bias: bool = True
-    """Whether this rank adds `down_bias`. Ranks sum their outputs, so only one of them may add it."""
+    """Whether this rank adds `down_bias`. Ranks that cut experts sum their outputs, so only one of them may do
+    it."""
+
+    @property
+    def divided(self) -> bool:
+        """Whether ranks divide the experts, so that tokens are sent to the ranks of their experts."""
+        return self.group.size > 1
 
     def run(self, x: Tensor, matrices: Matrices, routing: Routing) -> Tensor:
         """Compute the weighted sum of each token's experts, over this rank's units. x: [T, H] -> [T, H]"""
-        mixture = self.mixture
         scores = self._score(matrices.multiply(x, self.router, self.router_bias))
-        scores, experts = routing.route(self.layer, scores, mixture.per_token)
+        weights, experts = self._choose(scores, routing)
+        return self._apply(x, weights, Groups.of(experts, self.mixture.experts), matrices)
+
+    def run_divided(self, x: Tensor, matrices: Matrices, routing: Routing, tp: TensorParallel) -> Tensor:
+        """Compute the weighted sum of each token's experts, which are on several ranks. TP ranks divide the tokens.
+
+        x: [T, H], or with sequence parallelism this rank's rows -> the sums of this rank's tokens, in the shape of
+        `x`. All other rows are zero.
+        """
+        own, first = tp.own, 0 if tp.divides_rows else tp.own.start
+        mine = x[first : first + own.stop - own.start]
+        if tp.divides_rows:
+            scores = tp.gather_parts(self._score(matrices.multiply(mine, self.router, self.router_bias)))
+        else:
+            scores = self._score(matrices.multiply(x, self.router, self.router_bias))
+        # Every TP rank chooses for all tokens, because records and balance losses need the choices of all tokens.
+        weights, experts = self._choose(scores, routing)
+        dispatch = Dispatch.of(experts[own], self.mixture.experts, self.group)
+        sums = self._apply(mine, weights[own], dispatch.arriving, matrices, dispatch)
+        return F.pad(sums, (0, 0, first, len(x) - first - len(mine)))
+
+    def _choose(self, scores: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+        """Choose experts of tokens, and weigh them. [T, E] -> weights and experts, [T, k] each"""
+        scores, experts = routing.route(self.layer, scores, self.mixture.per_token)
         weights = scores.gather(1, experts)
-        if mixture.normalised:
+        if self.mixture.normalised:
             weights = weights / weights.sum(1, keepdim=True)
-        groups = Groups.of(experts, mixture.experts)
-        weights = weights.flatten().index_select(0, groups.order)
+        return weights, experts
+
+    def _apply(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        groups: Groups,
+        matrices: Matrices,
+        dispatch: Dispatch | None = None,
+    ) -> Tensor:
+        """Compute the weighted sum of each token's experts. `groups` has the rows of this rank's experts. With
+        `dispatch`, tokens are first sent to the ranks of their experts. x: [T, H], weights: [T, k] -> [T, H]"""
+        # `del` frees rows as soon as possible, because there are several for each token.
+        mixture, weights = self.mixture, weights.flatten()
+        if dispatch is not None:
+            x, weights = dispatch.send(x, weights)
+        weights = weights.index_select(0, groups.order)
         if mixture.weighed == "inputs":
             rows = gather_weighed(x, weights, groups)
             gate_up = matrices.multiply_groups(rows, self.gate_up, groups)
             del rows
         else:
             gate_up = matrices.multiply_groups(x, self.gate_up, groups, of_tokens=True)
+        del x
         if self.gate_up_bias is not None:
             gate_up = matrices.add_biases(gate_up, self.gate_up_bias, torch.ones_like(weights), groups)
         inner = activate(gate_up, self.activation, gated=True)
@@ -81,7 +129,13 @@ class ExpertBlock:
             elif mixture.weighed == "inputs":
                 weights = torch.ones_like(weights)
             rows = matrices.add_biases(rows, self.down_bias, weights, groups)
-        return sum_copies(rows, groups)
+        sums = sum_copies(rows, groups)
+        if dispatch is None:
+            return sums
+        del rows
+        returned = dispatch.send_back(sums)
+        del sums
+        return sum_copies(returned, dispatch.own)
 
     def _score(self, logits: Tensor) -> Tensor:
         """Score the experts of tokens. [T, E] -> [T, E] float32"""
@@ -165,10 +219,14 @@ class Layer(nn.Module):
     """Attention and feed-forward blocks, each added to the residual stream, with norms before or after them."""
 
     def __init__(
-        self, shard: Shard, number: int, parameter: Callable[[Parameter], nn.Parameter | None]
+        self,
+        shard: Shard,
+        number: int,
+        parameter: Callable[[Parameter], nn.Parameter | None],
+        expert_group: Group,
     ) -> None:
         """`number` is the index of the layer in the whole model. `parameter` returns None for parameters that the
-        family lacks."""
+        family lacks. Ranks of `expert_group` divide the experts."""
         super().__init__()
 
         def require(name: Parameter) -> nn.Parameter:
@@ -227,10 +285,11 @@ class Layer(nn.Module):
                 mixture,
                 self._activation,
                 number - shard.layers.start,
+                expert_group,
                 router_bias=self.router_bias,
                 gate_up_bias=self.experts_gate_up_bias,
                 down_bias=self.experts_down_bias,
-                adds_down_bias=shard.tp_index == 0,
+                adds_down_bias=shard.tp_index == 0 or shard.ep > 1,
             )
         self.mlp_post_norm = parameter("mlp_post_norm")
         self.mlp_post_norm_bias = parameter("mlp_post_norm_bias")
@@ -272,11 +331,18 @@ class Layer(nn.Module):
         else:
             normed = x = x + block
         del block
-        normed = tp.copy_to_region(normed)
-        routed = None if self._experts is None else self._experts.run(normed, matrices, routing)
+        experts, routed, finished = self._experts, None, None
+        if experts is not None and experts.divided and tp.divides_rows:
+            finished = experts.run_divided(normed, matrices, routing, tp)
+        if finished is None or self.gate_up is not None:
+            normed = tp.copy_to_region(normed)
+        if experts is not None and finished is None:
+            routed = (
+                experts.run_divided(normed, matrices, routing, tp)
+                if experts.divided
+                else experts.run(normed, matrices, routing)
+            )
         if self.gate_up is None or self.down is None:
-            assert routed is not None, "a layer has experts, one block, or both"
-            block = routed
             del normed
         else:
             gate_up = matrices.multiply(normed, self.gate_up, self.gate_up_bias)
@@ -285,10 +351,15 @@ class Layer(nn.Module):
             del gate_up
             block = matrices.multiply(inner, self.down, None)
             del inner
-            if routed is not None:
-                block = block + routed
-        del routed
-        block = tp.reduce_from_region(block)
+            routed = block if routed is None else block + routed
+            del block
+        if routed is not None:
+            block = tp.reduce_from_region(routed)
+            block = block if finished is None else block + finished
+        else:
+            assert finished is not None, "a layer has experts, one block, or both"
+            block = finished
+        del routed, finished
         return x + self._finish(block, self.down_bias, self.mlp_post_norm, self.mlp_post_norm_bias)
 
     def compute_qkv(self, x: Tensor, tables: RotaryTables, tp: TensorParallel, matrices: Matrices) -> Tensor:

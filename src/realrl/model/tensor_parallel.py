@@ -57,6 +57,25 @@ class TensorParallel:
             else sum_parts(partial, self.group)
         )
 
+    @property
+    def divides_rows(self) -> bool:
+        """Whether each rank holds only some rows of hidden states between layers."""
+        return self.sequence_parallel and self.group.size > 1
+
+    @property
+    def own(self) -> slice:
+        """Rows of this rank if the ranks divide tokens. The last ranks may have fewer than others."""
+        rows = -(-self.tokens // self.group.size)
+        return slice(
+            min(self.group.index * rows, self.tokens), min((self.group.index + 1) * rows, self.tokens)
+        )
+
+    def gather_parts(self, own: Tensor) -> Tensor:
+        """Gather what each rank has computed for its own rows, if each rank then computes something else with all
+        of it. The backward pass sums the gradients of the ranks. [rows of `own`, C] -> [tokens, C]"""
+        rows = -(-self.tokens // self.group.size)
+        return _GatherFromRegion.apply(F.pad(own, (0, 0, 0, rows - len(own))), self.group, self.tokens, True)
+
     def own_rows(self, values: Tensor) -> Tensor:
         """Select the values of the tokens whose hidden states this rank holds. [tokens] -> [rows], padded with
         zeros"""

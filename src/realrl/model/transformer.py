@@ -61,7 +61,8 @@ class Transformer(nn.Module):
     `weights(*names)` returns a view of the rank's rows of the global tensors with these names, stacked. `sources`
     maps each parameter's name to the global tensors that it is stacked from. `tensor_group` has the ranks with the
     tensor-parallel shards of this stage. `context_group` has the ranks that divide the tokens of a pass with this
-    one. `products` determines how matrices are multiplied.
+    one, and `expert_group` the ranks that divide the experts of this stage. `products` determines how matrices are
+    multiplied.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Transformer(nn.Module):
         products: Products = PLAIN,
         *,
         context_group: Group | None = None,
+        expert_group: Group | None = None,
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
@@ -107,7 +109,10 @@ class Transformer(nn.Module):
             # The original code rounds the factor to the type of the embeddings.
             self._embedding_scale = torch.tensor(scale, dtype=self.embedding.dtype, device="cpu").item()
         self.positions = parameter(None, "positions")
-        self.layers = nn.ModuleList(Layer(shard, i, partial(parameter, i)) for i in shard.layers)
+        self.layers = nn.ModuleList(
+            Layer(shard, i, partial(parameter, i), expert_group or make_single_rank_group())
+            for i in shard.layers
+        )
         numbered = [*zip(shard.layers, self.layers, strict=True)]
         self._adapters: dict[int, Adapter] = {}
         if shape.lora is not None:

@@ -19,6 +19,8 @@ class Divided(StrEnum):
     """The records of a batch."""
     TOKENS = "tokens"
     """The tokens of a micro-batch."""
+    EXPERTS = "experts"
+    """Whole experts of a mixture's layers."""
     MATRICES = "matrices"
     """Heads, feed-forward units and vocabulary: the tensors that have a partition."""
     LAYERS = "layers"
@@ -54,6 +56,7 @@ AXES: tuple[Axis, ...] = (
     Axis("cp", "c", "context parallelism", Divided.TOKENS, nesting=25),
     Axis("tp", "t", "tensor parallelism", Divided.MATRICES, nesting=30, always_written=True),
     Axis("pp", "p", "pipeline parallelism", Divided.LAYERS, nesting=10, always_written=True),
+    Axis("ep", "e", "expert parallelism", Divided.EXPERTS, nesting=40),
 )
 """All axes, in the order in which people read them."""
 

@@ -7,17 +7,30 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from realrl.plan.axes import COPIES, Divided, axes_dividing
+from realrl.plan.axes import COPIES, Degrees, Divided, axes_dividing
 from realrl.plan.placement import Placement
 
 RankSet = tuple[int, ...]
-Role = Literal["data", "context", "copies", "tensor", "pipeline", "reverse_pipeline", "mesh", "embedding"]
+Role = Literal[
+    "data",
+    "context",
+    "copies",
+    "tensor",
+    "experts",
+    "expert_copies",
+    "pipeline",
+    "reverse_pipeline",
+    "mesh",
+    "embedding",
+]
 
 CTAS: Mapping[Role, int] = {
     "data": 4,
     "context": 16,
     "copies": 16,
     "tensor": 16,
+    "experts": 16,
+    "expert_copies": 16,
     "pipeline": 4,
     "reverse_pipeline": 4,
     "mesh": 4,
@@ -49,13 +62,19 @@ def list_own_rank_sets(placement: Placement, rank: int) -> dict[Role, RankSet]:
     """List the groups that a rank of a placement needs, with their ranks. `reverse_pipeline` has the ranks of the
     stages from last to first. `embedding` has the ranks of the first and the last stage; a rank of another stage is
     not in it."""
-    degrees, position = placement.strategy.degrees, rank - placement.mesh.first
+    position = rank - placement.mesh.first
     return {
         # The position of the group's first rank is this position without its offset in the group.
         role: _members(placement, role, position - degrees.offsets(*axes)[degrees.index(position, *axes)])
         for role in CTAS
-        for axes in [_role_axes(role)]
+        for axes, degrees in [(_role_axes(role), _role_degrees(placement, role))]
     }
+
+
+def _role_degrees(placement: Placement, role: Role) -> Degrees:
+    """Find the degrees that number the ranks for the groups of a role."""
+    folded = role in ("experts", "expert_copies")
+    return (placement.for_experts() if folded else placement).strategy.degrees
 
 
 def _role_axes(role: Role) -> tuple[str, ...]:
@@ -65,10 +84,12 @@ def _role_axes(role: Role) -> tuple[str, ...]:
             return axes_dividing(Divided.ITEMS)
         case "context":
             return axes_dividing(Divided.TOKENS)
-        case "copies":
+        case "copies" | "expert_copies":
             return axes_dividing(*COPIES)
         case "tensor":
             return axes_dividing(Divided.MATRICES)
+        case "experts":
+            return axes_dividing(Divided.EXPERTS)
         case "pipeline" | "reverse_pipeline" | "embedding":
             return axes_dividing(Divided.LAYERS)
         case "mesh":
@@ -78,7 +99,7 @@ def _role_axes(role: Role) -> tuple[str, ...]:
 def _members(placement: Placement, role: Role, origin: int) -> RankSet:
     """List the ranks of the group whose first position in the mesh is `origin`."""
     first = placement.mesh.first + origin
-    ranks = tuple(first + offset for offset in placement.strategy.degrees.offsets(*_role_axes(role)))
+    ranks = tuple(first + offset for offset in _role_degrees(placement, role).offsets(*_role_axes(role)))
     match role:
         case "reverse_pipeline":
             return ranks[::-1]
@@ -106,7 +127,7 @@ def list_groups(placement: Placement) -> Iterator[tuple[Role, RankSet]]:
     """List the groups of all ranks of a placement, each once. Asking every rank for its groups would take time that
     grows with the square of the number of ranks."""
     for role in CTAS:
-        for origin in placement.strategy.degrees.origins(*_role_axes(role)):
+        for origin in _role_degrees(placement, role).origins(*_role_axes(role)):
             yield role, _members(placement, role, origin)
 
 

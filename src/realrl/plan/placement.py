@@ -57,12 +57,26 @@ class Mesh:
         return str(self.first) if self.size == 1 else f"{self.first}-{self.first + self.size - 1}"
 
 
+def divides_experts(degrees: Degrees, ep: int) -> bool:
+    """Check whether `ep` ranks of each stage can divide its experts.
+
+    They are consecutive ranks, and either they are whole TP groups, or they divide a TP group. So one copy of all
+    parameters of a stage is on consecutive ranks, which the planner relies on.
+    """
+    stage = degrees.size // degrees.count(*axes_dividing(Divided.LAYERS))
+    cuts = degrees.count(*axes_dividing(Divided.MATRICES))
+    return stage % ep == 0 and (ep % cuts == 0 or cuts % ep == 0)
+
+
 @dataclass(frozen=True, order=True, init=False)
 class Strategy:
     """How a call uses its mesh: degrees of parallelism, micro-batch size, and ways to save memory. `Strategy(dp=2,
     tp=4)` gives degrees by axis name; axes that are not named have degree 1."""
 
     degrees: Degrees
+    ep: int
+    """Degree of expert parallelism. The ranks of a stage, which dp, cp and tp number, divide whole experts among
+    themselves anew (`for_experts`)."""
     micro_batch_tokens: int
     sequence_parallel: bool
     """Whether TP ranks also split tokens in the layers that they would otherwise replicate."""
@@ -80,6 +94,7 @@ class Strategy:
         self,
         *,
         degrees: Degrees | None = None,
+        ep: int = 1,
         micro_batch_tokens: int = 8192,
         sequence_parallel: bool = False,
         dtype: Dtype | None = None,
@@ -90,12 +105,19 @@ class Strategy:
         """Take `degrees`, or degrees by axis name. Raises UserError for values that do not fit together."""
         assert degrees is None or not by_axis, "degrees are given once"
         degrees = Degrees.of(by_axis) if degrees is None else degrees
-        if min(*degrees.values, micro_batch_tokens) < 1:
-            sizes = zip(
-                (*axis_names(), "micro_batch_tokens"), (*degrees.values, micro_batch_tokens), strict=True
+        sizes = {
+            **dict(zip(axis_names(), degrees.values, strict=True)),
+            "micro_batch_tokens": micro_batch_tokens,
+        }
+        for name, size in {**sizes, "ep": min(ep, sizes["ep"])}.items():
+            if size < 1:
+                raise UserError(f"strategy: {name}={size} must be at least 1")
+        if not divides_experts(degrees, ep):
+            stage, cuts = degrees.size // degrees["pp"], degrees["tp"]
+            raise UserError(
+                f"strategy: ep={ep} ranks of a stage divide its experts, so ep must divide dp x cp x tp ({stage}),"
+                f" and be a multiple or a divisor of tp ({cuts})"
             )
-            name, size = next((name, size) for name, size in sizes if size < 1)
-            raise UserError(f"strategy: {name}={size} must be at least 1")
         if zero not in ZERO_STAGES:
             raise UserError(f"strategy: zero={zero} is not one of the stages 1, 2 and 3")
         if zero > 1 and degrees.copies == 1:
@@ -105,6 +127,7 @@ class Strategy:
             )
         for name, given in (
             ("degrees", degrees),
+            ("ep", ep),
             ("micro_batch_tokens", micro_batch_tokens),
             ("sequence_parallel", sequence_parallel),
             ("dtype", dtype),
@@ -115,12 +138,27 @@ class Strategy:
 
     def with_degrees(self, **by_axis: int) -> "Strategy":
         """Copy the strategy with other degrees on some axes."""
-        return replace(self, degrees=self.degrees.changed(by_axis))
+        ep = by_axis.pop("ep", self.ep)
+        return replace(self, degrees=self.degrees.changed(by_axis), ep=ep)
 
     def for_generation(self) -> "Strategy":
-        """Copy the strategy for a call that generates: context-parallel ranks take items of their own, and every
-        rank stores all parameters that it computes with."""
-        return replace(self.with_degrees(dp=self.copies, cp=1), zero=1, recompute=False)
+        """Copy the strategy for a call that generates: context-parallel ranks take items of their own, every rank
+        stores all parameters that it computes with, and TP ranks cut experts like other matrices."""
+        return replace(self.with_degrees(dp=self.copies, cp=1, ep=1), zero=1, recompute=False)
+
+    def for_experts(self) -> "Strategy":
+        """Make the strategy of the experts alone, which determines their layout.
+
+        With expert parallelism, each rank holds whole experts, so that the ranks of a stage are `ep` ranks with
+        different experts, times the ranks with the same experts (`dp` of the result). This is the folding of
+        arXiv 2504.14960, with an expert tensor-parallel degree of 1. Without it, TP ranks cut every expert, and the
+        strategy is the same.
+        """
+        if self.ep == 1:
+            return self
+        apart = self.size // self.pp // self.ep
+        zero = self.zero if apart > 1 else 1
+        return replace(self, degrees=Degrees.of({"dp": apart, "ep": self.ep, "pp": self.pp}), ep=1, zero=zero)
 
     @property
     def dp(self) -> int:
@@ -167,7 +205,13 @@ class Strategy:
     def storing_axes(self) -> tuple[str, ...]:
         """Axes whose ranks store different parameters, outermost first."""
         copies = COPIES if self.shards_parameters else ()
-        return axes_dividing(Divided.LAYERS, *copies, Divided.MATRICES)
+        return axes_dividing(Divided.LAYERS, *copies, Divided.MATRICES, Divided.EXPERTS)
+
+    @property
+    def shown_degrees(self) -> Degrees:
+        """Degrees of all axes, as in files and tables. Their product is not the number of ranks if `ep` is above
+        1."""
+        return self.degrees.changed({"ep": self.ep}) if self.ep > 1 else self.degrees
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -198,6 +242,10 @@ class Placement:
     @property
     def ranks(self) -> tuple[int, ...]:
         return self.mesh.ranks
+
+    def for_experts(self) -> "Placement":
+        """Make the placement of the experts alone (`Strategy.for_experts`), on the same mesh."""
+        return self if self.strategy.ep == 1 else Placement(self.mesh, self.strategy.for_experts())
 
     def rank(self, **coordinates: int) -> int:
         """Find the global rank at some coordinates, given by axis name. Coordinates that are not given are 0."""
@@ -242,7 +290,7 @@ class Placement:
         may share them."""
         s = self.strategy
         sharded = " z3" if s.shards_parameters else ""
-        return f"{s.degrees}{sharded} @{self.mesh}{f' {s.dtype}' if s.dtype else ''}"
+        return f"{s.shown_degrees}{sharded} @{self.mesh}{f' {s.dtype}' if s.dtype else ''}"
 
     def __str__(self) -> str:
         """Format the placement in one line: `d2 t1 p1 @0-1 mb=8192`, then ` sp`, ` rc` and ` z2` if these settings
@@ -264,8 +312,11 @@ class Placement:
             raise UserError(f"placement {text!r} is not understood; write for example d2 t1 p1 @0-1 mb=8192")
         if match["z3"] and match["z2"]:
             raise UserError(f"placement {text!r} has two stages of ZeRO; leave out z2 or z3")
+        degrees = {axis: int(match[axis] or 1) for axis in axis_names()}
+        ep = degrees.pop("ep")
         strategy = Strategy(
-            degrees=Degrees.of({axis: int(match[axis] or 1) for axis in axis_names()}),
+            degrees=Degrees.of(degrees),
+            ep=ep,
             micro_batch_tokens=int(match["tokens"]),
             sequence_parallel=bool(match["sp"]),
             dtype=DTYPES[match["dtype"]] if match["dtype"] else None,

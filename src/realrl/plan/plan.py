@@ -19,7 +19,7 @@ from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.families.shape import ModelShape
 from realrl.plan import axes as plan_axes
-from realrl.plan.axes import Axis, Degrees, Divided, axes_dividing, axis_names
+from realrl.plan.axes import Axis, Divided, axes_dividing, axis_names
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Dtype, Mesh, Placement, Strategy, function_placement
 
@@ -225,6 +225,12 @@ class Plan:
                     f" generation adds one token at a time, so leave cp out: {call.role} is reallocated if its"
                     " other calls have it"
                 )
+            if call.kind is Kind.GENERATE and strategy.ep > 1:
+                raise UserError(
+                    f"plan: {call.name}: ep={strategy.ep} sends tokens between data-parallel ranks, which generate"
+                    f" independently of each other, so leave ep out: {call.role} is reallocated if its other calls"
+                    " have it"
+                )
         training = [call.name for call in calls if call.kind is Kind.TRAIN]
         if len({(self[name].layout, self[name].strategy.zero) for name in training}) > 1:
             raise UserError(
@@ -333,7 +339,7 @@ def _write_entry(placement: Placement, *, is_function: bool) -> dict[str, Any]:
         return {"mesh": str(placement.mesh), "dp": strategy.dp}
     return {
         "mesh": str(placement.mesh),
-        **strategy.degrees.named(),
+        **strategy.shown_degrees.named(),
         "micro_batch_tokens": strategy.micro_batch_tokens,
         **({"sequence_parallel": True} if strategy.sequence_parallel else {}),
         **({"dtype": strategy.dtype} if strategy.dtype else {}),
@@ -344,7 +350,7 @@ def _write_entry(placement: Placement, *, is_function: bool) -> dict[str, Any]:
 
 def _placement(entry: _Entry, micro_batch_tokens: int = 8192) -> Placement:
     strategy = Strategy(
-        degrees=Degrees.of({axis: getattr(entry, axis) for axis in axis_names()}),
+        **{axis: getattr(entry, axis) for axis in axis_names()},
         micro_batch_tokens=entry.micro_batch_tokens or micro_batch_tokens,
         sequence_parallel=entry.sequence_parallel,
         dtype=entry.dtype,

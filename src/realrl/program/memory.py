@@ -8,7 +8,6 @@ from typing import Any, get_args
 from realrl.config.errors import UserError
 from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import Layout, build_layout
-from realrl.layout.limits import bucket_count
 from realrl.layout.sets import (
     BASE,
     WHOLE,
@@ -115,7 +114,7 @@ class Memory:
         self.holders = find_holders(list_sharers(stored), homes)
         """Role whose set `base` shares memory with other roles between steps -> the role that holds this memory."""
         self._layouts: dict[tuple[str, str, str], Layout] = {}
-        self._numbers: dict[tuple[str, str, str, tuple[int, ...]], int] = {}
+        self._numbers: dict[tuple[str, str, str, tuple[int, ...]], tuple[int, int]] = {}
 
     def in_host_memory(self) -> "Memory":
         """Copy the memory model for devices that are CPU processes, which use the host's memory."""
@@ -192,27 +191,28 @@ class Memory:
             )
             # Under ZeRO-2 and ZeRO-3 a rank accumulates and updates only the rows that it would store under
             # ZeRO-3.
-            number = self._parameters(role, name, updated, rank)
-            counted = count_training_state(strategy.zero, strategy.copies, number, stored.element_bytes)
+            number, own = self._parameters(role, name, updated, rank)
+            counted = count_training_state(strategy.zero, number, own, stored.element_bytes)
             size = counted.kept if host else counted.bytes
         else:
-            number = self._parameters(role, name, placement, rank)
+            number, _ = self._parameters(role, name, placement, rank)
             size = number * element_width(name, stored.width(strategy))
         return {HeldState(role, placement.layout, state, host, name): size}
 
-    def _parameters(self, role: str, name: str, placement: Placement, rank: int) -> int:
-        """Count the parameters of a set that a rank stores, padded so that data-parallel ranks get equal shares of
-        each bucket."""
+    def _parameters(self, role: str, name: str, placement: Placement, rank: int) -> tuple[int, int]:
+        """Count the parameters of a set that a rank stores, padded so that ranks with the same parameters get equal
+        shares of each bucket. Also count the parameters in its shares."""
         where = (role, name, placement.layout)
-        key = (*where, placement.coordinates(rank, axes_dividing(Divided.LAYERS, Divided.MATRICES)))
+        axes, of_experts = axes_dividing(Divided.LAYERS, Divided.MATRICES), axes_dividing(Divided.EXPERTS)
+        place = placement.coordinates(rank, axes) + placement.for_experts().coordinates(rank, of_experts)
+        key = (*where, place)
         if key not in self._numbers:
             if where not in self._layouts:
                 stored = self.stored[role]
                 tensors = stored.sets[name].tensors
                 self._layouts[where] = build_layout(stored.shape, stored.head, placement, tensors)
-            elements = sum(tensor.numel for tensor in self._layouts[where].tensors(rank))
-            multiple = placement.strategy.replicas * bucket_count(elements)
-            self._numbers[key] = -(-elements // multiple) * multiple
+            runs = self._layouts[where].runs(rank)
+            self._numbers[key] = sum(run.size for run in runs), sum(run.size // run.replicas for run in runs)
         return self._numbers[key]
 
 
@@ -238,21 +238,20 @@ class TrainingState:
         return self.gradients + self.optimizer
 
 
-def count_training_state(zero: int, copies: Any, elements: Any, element_bytes: int) -> TrainingState:
+def count_training_state(zero: int, elements: Any, own: Any, element_bytes: int) -> TrainingState:
     """Count the bytes of gradients and optimizer state on a rank that accumulates the gradients of `elements`
-    parameters. `copies` ranks have the same parameters.
+    parameters and updates `own` of them.
 
     Under ZeRO-1, `elements` counts all parameters that the rank computes with; otherwise, only the parameters that
     it updates. `element_bytes` is the width of a parameter. Float32 master weights exist for narrower parameters,
     and under ZeRO-2, which updates a copy of a rank's part.
     """
     masters = element_bytes < _FLOAT32 or zero == 2
-    parts, divisor = 2 + masters, copies if zero == 1 else 1
-    reduced = divisor > 1
+    parts, reduced = 2 + masters, own < elements
     return TrainingState(
         gradients=_FLOAT32 * elements,
-        optimizer=_FLOAT32 * (parts + reduced) * elements // divisor,
-        kept=_FLOAT32 * parts * elements // divisor,
+        optimizer=_FLOAT32 * (parts + reduced) * own,
+        kept=_FLOAT32 * parts * own,
     )
 
 

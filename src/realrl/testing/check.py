@@ -367,11 +367,12 @@ def make_uniform_plan(
     are degrees of parallelism by axis, apart from `dp`.
 
     Calls that do not support the ZeRO stage `zero` use stage 1. Generation also has data parallelism in place of
-    context parallelism.
+    context parallelism, and no expert parallelism. With `ep`, all models must be mixtures.
     """
     everywhere = Mesh(0, cluster.size)
+    ep = degrees.pop("ep", 1)
     dp = cluster.size // prod(degrees.values())
-    plain = Strategy(degrees=Degrees.of({"dp": dp, **degrees}), micro_batch_tokens=micro_batch_tokens)
+    plain = Strategy(degrees=Degrees.of({"dp": dp, **degrees}), ep=ep, micro_batch_tokens=micro_batch_tokens)
     strategies = {
         Kind.TRAIN: replace(plain, zero=zero),
         Kind.INFERENCE: replace(plain, zero=1 if zero == 2 else zero),

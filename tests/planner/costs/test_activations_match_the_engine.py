@@ -16,6 +16,7 @@ from realrl.layout.ranges import stage_layers
 from realrl.layout.sets import TrainablePart
 from realrl.plan.placement import Dtype, Mesh, Placement, Strategy
 from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.memory.activations import Activations
 from realrl.planner.memory.call_memory import MemoryModel
 from realrl.planner.memory.packed_weights import packed_weight_bytes, packing_bytes
@@ -74,12 +75,13 @@ NEW_TOKENS = 24
 
 
 def place(words: Sequence[str], tokens: int = 1 << 20) -> Placement:
-    """`dp tp pp`, with c and the degree of context parallelism, s for sequence parallelism, r for recomputation,
-    and the stage of ZeRO."""
+    """`dp tp pp`, with c and e and the degrees of context and expert parallelism, s for sequence parallelism, r for
+    recomputation, and the stage of ZeRO."""
     dp, tp, pp, *flags = " ".join(words).split()
     strategy = Strategy(
         dp=int(dp),
         cp=next((int(flag[1:]) for flag in flags if flag[0] == "c"), 1),
+        ep=next((int(flag[1:]) for flag in flags if flag[0] == "e"), 1),
         tp=int(tp),
         pp=int(pp),
         micro_batch_tokens=tokens,
@@ -106,7 +108,7 @@ def check(
     workload = Workload(count, lengths, (answers[1],), answers[1], samples=samples)
     inputs = ("tokens", "other", "teacher_ids")
     call = replace(CALLS[kind], inputs=inputs, work=inputs[:pairs], candidates=candidates)
-    predicted = MemoryModel(SPEC).stages(call, model, placement, workload)
+    predicted = MemoryModel(SPEC, Efficiency(expert_spread=0)).stages(call, model, placement, workload)
     sequences = Sequences.of(lengths, model, samples)
     if candidates is not None:
         sequences = sequences.distil(candidates)
@@ -292,6 +294,25 @@ def test_parallel_ranks_of_a_mixture_allocate_the_predicted_bytes(
     name, *flags = kind.split()
     model = StoredModel(FAMILIES[family], "lm", "float32", True)
     check(name, model, place([strategy, *flags], 400), EVEN)
+
+
+@pytest.mark.parametrize("kind", KINDS[:3])
+@pytest.mark.parametrize(
+    ("family", "strategy"),
+    [
+        ("qwen3_moe", "2 1 1 e2"),
+        ("qwen3_moe", "1 2 1 s e2"),
+        ("qwen3_moe", "2 2 1 e4"),
+        ("mixtral", "2 1 1 e4 c2 2"),
+        ("llama4_text", "1 2 2 s e2"),
+    ],
+)
+def test_ranks_that_divide_experts_allocate_the_predicted_bytes(
+    family: str, strategy: str, kind: str
+) -> None:
+    name, *flags = kind.split()
+    model = StoredModel(FAMILIES[family], "lm", "float32", True)
+    check(name, model, place([strategy, *flags], 1600), EVEN)
 
 
 @pytest.mark.parametrize("kind", KINDS)

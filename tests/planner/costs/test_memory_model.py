@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from realrl.algorithms.ppo import ALGORITHM as PPO_SPEC
-from realrl.families.shape import Head, ModelShape
+from realrl.families.shape import Head, Mixture, ModelShape
 from realrl.families.sizes import SHAPES as PUBLISHED
 from realrl.layout.kv_blocks import BLOCK_TOKENS
 from realrl.layout.layout import build_layout
@@ -16,6 +16,7 @@ from realrl.planner.memory.gathered import GatheredMemory
 from realrl.planner.memory.logits import Logits
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.planner.workload.strategies import Strategies
+from realrl.program.memory import Memory
 from tests.planner.problems import GROUPED, KINDS, LARGE, NODES, SMALL, STEP, call, place, recomputing, stored
 
 MODEL = MemoryModel(NODES)
@@ -52,6 +53,32 @@ def test_parameter_sets_are_those_that_layouts_store(
     # Two moments and masters, and where there are other ranks the reduced gradient.
     width = 12 if strategy.dp == 1 else 16
     assert [n.static["optimizer"] for n in needs] == [width * n // strategy.dp for n in trained]
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"dp": 4, "ep": 2},
+        {"dp": 2, "tp": 2, "ep": 4},
+        {"dp": 2, "cp": 2, "tp": 2, "ep": 2},
+        {"dp": 4, "pp": 2, "ep": 4},
+        {"dp": 2, "tp": 4, "pp": 3, "ep": 2},
+    ],
+    ids=str,
+)
+def test_whole_experts_are_those_that_layouts_store(degrees: dict[str, int], zero: int) -> None:
+    shape = GROUPED.model_copy(update={"family": "qwen3_moe", "mixture": Mixture(experts=8, per_token=2)})
+    model, strategy = replace(stored(shape), trained=True), Strategy(zero=zero, **degrees)
+    placement = Placement(Mesh(0, strategy.size), strategy)
+    homes = Memory({"actor": model}, {"actor": placement}, offloaded=(), kept={})
+    planned = MODEL.stages(call("actor.train"), model, placement, STEP)
+    for stage, need in enumerate(planned):
+        ranks = [rank for rank in placement.ranks if placement.stage(rank) == stage]
+        held = [homes.at_rest(rank) for rank in ranks]
+        for kinds, state in ((("parameters",), "parameters"), (("gradients", "optimizer"), "optimizer")):
+            most = max(sum(size for of, size in here.items() if of.state == state) for here in held)
+            assert sum(need.static[kind] for kind in kinds) == most
 
 
 def need(name: str, placement: Placement, *, shape=SMALL, step=STEP, dtype: Dtype = "bfloat16") -> MemoryNeed:

@@ -13,6 +13,7 @@ from realrl.dataflow.asynchrony import run_ahead
 from realrl.dataflow.call import Call, Kind, MovingAverage
 from realrl.dataflow.graph import DataflowGraph
 from realrl.families.adapters import LowRank
+from realrl.families.shape import ModelShape
 from realrl.families.sizes import SHAPES
 from realrl.layout.sets import WHOLE, TrainablePart
 from realrl.plan.placement import Mesh, Placement, Strategy, function_placement
@@ -36,17 +37,23 @@ from tests.planner.sampled_graphs import late_lengths, sampled_graph
 from tests.rewards import function_reward
 
 SIZES = ("llama-3.2-1b", "llama-2-7b", "llama-2-13b")
+MIXTURE = SHAPES["qwen3-30b-a3b"].model_copy(update={"layers": 12})
 CLUSTERS = ("l40s:1x2", "l40s:1x8", "a100-40g:2x4", "l40s:2x2+rtx-4090:2x2", "h100:2x8")
 UNEVEN = ("h100:1x4+1x2", "l40s:1x4+rtx-4090:1x3", "a100-40g:1x1+1x8+l40s:2x2")
 
 
 def sampled_scenario(
-    rng: random.Random, graph: DataflowGraph, clusters: Sequence[str] = CLUSTERS
+    rng: random.Random,
+    graph: DataflowGraph,
+    clusters: Sequence[str] = CLUSTERS,
+    mixture: ModelShape | None = None,
 ) -> Scenario:
     """A step on 2 to 16 devices, of models of which a plan offloads some, and of which some are trained in part."""
     spec = ClusterSpec.parse(rng.choice(clusters))
     source = {average.role: average.source for average in graph.averages}
     shapes = {role: SHAPES[rng.choice(SIZES)] for role in graph.roles}
+    if mixture is not None:
+        shapes |= {role: mixture for role in graph.roles if graph.trained(role) or rng.random() < 0.5}
     chosen = [
         rng.choice([WHOLE, WHOLE, TrainablePart(last_layers=2), TrainablePart(freeze_embeddings=True)])
         for _ in graph.roles
@@ -96,6 +103,16 @@ def test_search_and_simulation_agree_about_sampled_plans(seed: int, graph: Dataf
     )
     space = SearchSpace(dtypes=("bfloat16", "float32"), contexts=(1, 2))
     assert compare(rng, of, build_problem(of, search_space=space, include=[careless]), 25) > 8
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_search_and_simulation_agree_about_experts_on_ranks_of_their_own(seed: int) -> None:
+    rng = random.Random(seed)
+    of = sampled_scenario(rng, sampled_graph(rng), ("h100:2x8", "a100-80g:2x4", "h100:1x4+1x2"), MIXTURE)
+    space = SearchSpace(contexts=(1, 2), experts=(1, 2, 4, 8))
+    problem = build_problem(of, search_space=space)
+    assert any(one.placement.strategy.ep > 1 for found in problem.candidates.values() for one in found)
+    assert compare(rng, of, problem, 25) > 4
 
 
 def sampled_placement(rng: random.Random, of: Scenario, call: Call) -> Placement:

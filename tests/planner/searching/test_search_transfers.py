@@ -7,12 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from realrl.families.shape import ModelShape
+from realrl.families.shape import Mixture, ModelShape
 from realrl.layout.layout import build_layout
 from realrl.layout.routing.routes import reallocate
 from realrl.plan.axes import Degrees
 from realrl.plan.cluster import Cluster, Links
-from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.plan.placement import Mesh, Placement, Strategy, divides_experts
 from realrl.planner.moves.links import Boxes, LinkTransfers, ParameterBytes, TransferTable
 from realrl.planner.moves.transfers import TYPES, Layouts
 from realrl.program.arrays import Floats
@@ -23,17 +23,21 @@ SHAPE = ModelShape(
     vocab_size=512, hidden_size=256, intermediate_size=704, layers=16, heads=8, kv_heads=8, head_dim=32
 )
 WEIGHTS = {"actor": (ParameterBytes.of(StoredModel(SHAPE, "lm", "bfloat16", trained=True), 2),)}
+MIXTURE = SHAPE.model_copy(
+    update={"family": "qwen3_moe", "intermediate_size": 64, "mixture": Mixture(experts=8, per_token=2)}
+)
+MIXTURES = {"actor": (ParameterBytes.of(StoredModel(MIXTURE, "lm", "bfloat16", trained=True), 2),)}
 LINKS = Links(170e6, 20e6, 0.0)
 
 
 def list_placements(layouts: Layouts) -> list[Placement]:
-    columns = (layouts.first, layouts.size, layouts.sharded, layouts.dtype, *layouts.degrees)
+    columns = (layouts.first, layouts.size, layouts.sharded, layouts.dtype, layouts.ep, *layouts.degrees)
     return [
         Placement(
             Mesh(first, size),
-            Strategy(degrees=Degrees(tuple(degrees)), zero=3 if sharded else 1, dtype=TYPES[dtype]),
+            Strategy(degrees=Degrees(tuple(degrees)), ep=ep, zero=3 if sharded else 1, dtype=TYPES[dtype]),
         )
-        for first, size, sharded, dtype, *degrees in zip(*(c.tolist() for c in columns), strict=True)
+        for first, size, sharded, dtype, ep, *degrees in zip(*(c.tolist() for c in columns), strict=True)
     ]
 
 
@@ -53,26 +57,30 @@ class PairTransfers:
         return np.zeros((len(source.first), len(target.first)))
 
 
-def sampled_placement(rng: random.Random, cluster: Cluster) -> Placement:
+def sampled_placement(rng: random.Random, cluster: Cluster, eps: tuple[int, ...] = (1,)) -> Placement:
     mesh = rng.choice(list_tidy(cluster))
     parts = [devices for _, devices in mesh.nodes(cluster).runs]
     tp = rng.choice([t for t in (1, 2, 3, 4, 8) if all(part % t == 0 for part in parts)])
     pp = rng.choice([p for p in (1, 2, 4, 8) if (mesh.size // tp) % p == 0])
-    return Placement(mesh, Strategy(dp=mesh.size // tp // pp, tp=tp, pp=pp))
+    dense = Strategy(dp=mesh.size // tp // pp, tp=tp, pp=pp)
+    ep = rng.choice([ep for ep in eps if divides_experts(dense.degrees, ep)])
+    return Placement(mesh, dense.with_degrees(ep=ep))
 
 
+@pytest.mark.parametrize("shape", [SHAPE, MIXTURE], ids=["dense", "mixture"])
 @pytest.mark.parametrize(
     "cluster", [Cluster(1, 8), Cluster(4, 4), Cluster(4, 8), Cluster(2, 8, (1, 4))], ids=str
 )
-def test_reallocation_estimates_are_near_the_executed_schedules(cluster: Cluster) -> None:
+def test_reallocation_estimates_are_near_the_executed_schedules(cluster: Cluster, shape: ModelShape) -> None:
     rng = random.Random(0)
-    transfers = LinkTransfers(cluster, WEIGHTS, (LINKS,) * cluster.nodes)
-    pairs = [(sampled_placement(rng, cluster), sampled_placement(rng, cluster)) for _ in range(40)]
+    weights, eps = (WEIGHTS, (1,)) if shape.mixture is None else (MIXTURES, (1, 2, 4, 8))
+    transfers = LinkTransfers(cluster, weights, (LINKS,) * cluster.nodes)
+    pairs = [(sampled_placement(rng, cluster, eps), sampled_placement(rng, cluster, eps)) for _ in range(40)]
     pairs = [(a, b) for a, b in pairs if a.layout != b.layout]
     columns = [Layouts.of(side) for side in zip(*pairs, strict=True)]
     estimates = transfers.seconds("actor", *columns)
     exact = [
-        reallocate(build_layout(SHAPE, "lm", a), build_layout(SHAPE, "lm", b), cluster, LINKS).seconds(
+        reallocate(build_layout(shape, "lm", a), build_layout(shape, "lm", b), cluster, LINKS).seconds(
             LINKS, 2
         )
         for a, b in pairs
@@ -86,10 +94,14 @@ def test_reallocation_estimates_are_near_the_executed_schedules(cluster: Cluster
 @pytest.mark.parametrize(
     "cluster", [Cluster(1, 8), Cluster(4, 4), Cluster(3, 8), Cluster.parse("1x5+1x8+1x2+1x4")], ids=str
 )
-def test_lower_bounds_of_reallocation_hold_for_all_mesh_positions(cluster: Cluster) -> None:
+@pytest.mark.parametrize("weights", [WEIGHTS, MIXTURES], ids=["dense", "mixture"])
+def test_lower_bounds_of_reallocation_hold_for_all_mesh_positions(
+    cluster: Cluster, weights: dict[str, tuple[ParameterBytes, ...]]
+) -> None:
     rng = random.Random(1)
-    transfers = LinkTransfers(cluster, WEIGHTS, (LINKS,) * cluster.nodes)
-    places = Layouts.of(sampled_placement(rng, cluster) for _ in range(60))
+    transfers = LinkTransfers(cluster, weights, (LINKS,) * cluster.nodes)
+    eps = (1, 2, 4, 8) if weights is MIXTURES else (1,)
+    places = Layouts.of(sampled_placement(rng, cluster, eps) for _ in range(60))
     i, j = np.divmod(np.arange(60 * 60), 60)
     seconds = transfers.seconds("actor", places[i], places[j])
     assert (transfers.at_least("actor", places, places) <= seconds.reshape(60, 60) + 1e-12).all()

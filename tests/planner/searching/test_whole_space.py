@@ -7,6 +7,7 @@ import pytest
 
 from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
+from realrl.families.shape import Mixture, ModelShape
 from realrl.families.sizes import SHAPES
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
@@ -31,13 +32,18 @@ PAIR = DataflowGraph(
 )
 
 
-def small_scenario(gibibytes: int) -> Scenario:
+MIXTURE = SHAPES["llama-3.2-1b"].model_copy(
+    update={"family": "mixtral", "intermediate_size": 1024, "mixture": Mixture(experts=8, per_token=2)}
+)
+
+
+def small_scenario(gibibytes: int, shape: ModelShape) -> Scenario:
     spec = ClusterSpec.parse("l40s:1x4")
     (group,) = spec.groups
     spec = replace(spec, groups=(replace(group, device=replace(group.device, memory_bytes=gibibytes << 30)),))
     return Scenario(
         graph=PAIR,
-        models={"a": StoredModel(SHAPES["llama-3.2-1b"], "lm", "bfloat16", True)},
+        models={"a": StoredModel(shape, "lm", "bfloat16", True)},
         spec=spec,
         workload=Workload(64, (300,), (500,), 500),
         cost=CostModel(spec),
@@ -56,13 +62,20 @@ def find_fastest(problem: Problem) -> float:
     return best
 
 
-@pytest.mark.parametrize("gibibytes", [8, 10, 14, 20, 40])
+@pytest.mark.parametrize(
+    ("gibibytes", "shape"),
+    [*((n, SHAPES["llama-3.2-1b"]) for n in (8, 10, 14, 20, 40)), (12, MIXTURE), (20, MIXTURE)],
+    ids=lambda of: of.family if isinstance(of, ModelShape) else of,
+)
 def test_the_best_of_all_enumerated_plans_is_found_and_bounded(
-    gibibytes: int, monkeypatch: pytest.MonkeyPatch
+    gibibytes: int, shape: ModelShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = build.build_problem(small_scenario(gibibytes))
+    of = small_scenario(gibibytes, shape)
+    kept = build.build_problem(of)
     monkeypatch.setattr(build, "drop_dominated", lambda ways: ways)
-    everything = build.build_problem(small_scenario(gibibytes))
+    everything = build.build_problem(of)
+    divided = any(one.placement.strategy.ep > 1 for found in everything.candidates.values() for one in found)
+    assert divided == (shape.mixture is not None)
     for name, candidates in everything.candidates.items():
         # With 8 GiB only what needs little memory is left, of which nothing dominates anything.
         assert {*kept.candidates[name]} <= {*candidates}

@@ -17,6 +17,7 @@ TERMS: Mapping[str, str] = {
     "decode": "generation token by token, limited by memory bandwidth",
     "optimizer": "update of the parameters",
     "tensor": "communication between tensor-parallel devices that does not overlap with compute",
+    "experts": "communication between expert-parallel devices that does not overlap with compute",
     "context": "communication between context-parallel devices that does not overlap with compute",
     "data": "communication between devices with the same parameters that does not overlap with compute",
     "pipeline": "messages between pipeline stages",

@@ -216,9 +216,9 @@ def _write_notes(report: "PlanReport", source: str) -> list[tuple[str, str]]:
     return [
         (
             "The picture.",
-            "dp, tp and pp are degrees of data, tensor and pipeline parallelism. A mesh is a number of whole nodes,"
-            " or a part of one node. Calls on different devices run at the same time if neither needs the output of"
-            " the other. Functions run on hosts, in parallel with the devices.",
+            "dp, cp, tp, pp and ep are degrees of data, context, tensor, pipeline and expert parallelism. A mesh is"
+            " a number of whole nodes, or a part of one node. Calls on different devices run at the same time if"
+            " neither needs the output of the other. Functions run on hosts, in parallel with the devices.",
         ),
         (
             "Seconds.",

@@ -2,6 +2,7 @@
 mini-batch."""
 
 import weakref
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -19,6 +20,7 @@ from realrl.engine.training.gradients import (
     require_gradients,
 )
 from realrl.engine.training.optimizer import ShardedAdamW
+from realrl.model.group import Group
 from realrl.recipe.optimizer import OptimizerConfig
 
 
@@ -26,8 +28,8 @@ class OverlappedGradReduce:
     """Starts the reduce-scatter of a bucket once its gradients are complete (`overlap_grad_reduce` in Megatron's
     DDP).
 
-    Reductions start with the last bucket of the buffer, because the backward pass completes the last layers first.
-    They always start in this order, so that all ranks agree on it. Buckets with late tensors wait for the
+    Reductions start with the last bucket of a group of ranks, because the backward pass completes the last layers
+    first. They always start in this order, so that all ranks agree on it. Buckets with late tensors wait for the
     optimizer's step.
     """
 
@@ -36,13 +38,13 @@ class OverlappedGradReduce:
     ) -> None:
         """`late` names tensors whose gradients still change after the backward pass."""
         self._optimizer = optimizer
-        self._parameters = [0] * optimizer.buckets
+        self._parameters = [0] * len(optimizer.buckets)
         """Number of parameters with elements in each bucket."""
         self._missing: list[int] | None = None
         """Number of parameters with incomplete gradients in each bucket; None outside a mini-batch's last backward
         pass."""
-        self._waiting: deque[int] = deque()
-        """Buckets that have not started, in starting order."""
+        self._waiting: list[deque[int]] = []
+        """Buckets that have not started, in starting order, for each group of ranks."""
         self._nodes: list[Node] = []
         """Autograd's nodes of the parameters. Without a reference from Python, a node would lose its hooks."""
         self._late = {bucket for name in late for bucket in self._find_buckets(gradients, (name,))}
@@ -61,16 +63,19 @@ class OverlappedGradReduce:
             self._nodes.append(node)
 
     def _find_buckets(self, gradients: FlatBuffer, names: Sequence[str]) -> range:
-        size = self._optimizer.bucket_size
+        starts = [bucket.start for bucket in self._optimizer.buckets]
         first = gradients.offset(names[0])
         last = gradients.offset(names[-1]) + gradients[names[-1]].numel() - 1
-        return range(first // size, last // size + 1)
+        return range(bisect_right(starts, first) - 1, bisect_right(starts, last))
 
     def start_last_backward(self) -> None:
         """Announce that the next backward pass is the last of the mini-batch."""
         self._missing = list(self._parameters)
-        buckets = reversed(range(self._optimizer.buckets))
-        self._waiting = deque(bucket for bucket in buckets if bucket not in self._late)
+        by_group: dict[Group, deque[int]] = {}
+        for number, bucket in reversed([*enumerate(self._optimizer.buckets)]):
+            if number not in self._late:
+                by_group.setdefault(bucket.group, deque()).append(number)
+        self._waiting = [*by_group.values()]
 
     def _count_gradient(self, touched: range) -> None:
         """In the last backward pass, count a parameter's gradient as complete in these buckets."""
@@ -78,9 +83,10 @@ class OverlappedGradReduce:
             return
         for bucket in touched:
             self._missing[bucket] -= 1
-        while self._waiting and self._missing[self._waiting[0]] == 0:
-            self._optimizer.start_reduce(self._waiting.popleft())
-        if not self._waiting:
+        for waiting in self._waiting:
+            while waiting and self._missing[waiting[0]] == 0:
+                self._optimizer.start_reduce(self._optimizer.buckets[waiting.popleft()])
+        if not any(self._waiting):
             self._missing = None
 
 
@@ -103,15 +109,14 @@ class FullGradients(Accumulation):
     def __init__(self, model: Model, trained: LocalSet, config: OptimizerConfig) -> None:
         self._model, self.updated = model, trained
         parameters, groups = trained.buffer, model.groups
-        multiple = groups.copies.size * parameters.buckets
-        self.gradients = FlatBuffer(parameters.tensors, torch.float32, model.device, multiple_of=multiple)
+        self.gradients = FlatBuffer.of_runs(parameters.runs, torch.float32, model.device)
         require_gradients(model, trained, self.gradients.fused)
         locals_ = trained.layout.tensors(model.rank)
         self.optimizer = ShardedAdamW(
             parameters,
             self.gradients,
             config,
-            groups.copies,
+            *(groups.copies_of(run.tensors[0]) if run.tensors else groups.copies for run in parameters.runs),
             norm_group=groups.mesh,
             counted={local.spec.name: find_counted_elements(model, local) for local in locals_},
         )

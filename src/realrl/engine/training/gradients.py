@@ -18,7 +18,7 @@ from realrl.layout.ranges import kv_heads
 class Accumulation:
     """Gradients of a parameter set over the micro-batches of a mini-batch, and the optimizer of this rank's part.
 
-    The default methods suit ZeRO-1, under which a backward pass needs no other data-parallel rank.
+    The default methods suit ZeRO-1, under which a backward pass exchanges no gradients.
     """
 
     gradients: FlatBuffer
@@ -31,18 +31,6 @@ class Accumulation:
     def persistent(self) -> list[Tensor]:
         """Tensors that must survive between steps, in addition to the model's parameters."""
         return self.optimizer.persistent
-
-    def agree_on_passes(self, count: int) -> int:
-        """Agree on the number of micro-batches that ranks run together, at least `count`."""
-        return count
-
-    def idle_forward(self) -> None:
-        """Join the collectives of a forward pass that only other ranks compute."""
-        raise AssertionError("this rank needs no passes of others")
-
-    def idle_backward(self) -> None:
-        """Join the collectives of a backward pass that only other ranks compute."""
-        raise AssertionError("this rank needs no passes of others")
 
     def start_backward(self, *, last: bool) -> None:
         """Begin a backward pass; `last` means that it is the last one of the mini-batch."""
@@ -137,7 +125,7 @@ def _sum_partial(model: Model, gradients: FlatBuffer) -> dict[str, Tensor]:
 
 def _is_partial(model: Model, spec: TensorSpec) -> bool:
     """Check whether this rank has only a part of a tensor's gradient, which must be summed over TP ranks."""
-    if model.groups.tensor.size == 1:
+    if model.groups.tensor.size == 1 or model.shard.holds_whole_expert(spec):
         return False
     match spec.partial_gradient:
         case Partial.NEVER:
@@ -175,7 +163,7 @@ def find_counted_elements(model: Model, local: LocalTensor) -> tuple[int, int]:
     end = local.numel
     if spec.place is Place.BOTH_ENDS and not shard.first:
         return 0, 0
-    if shard.tp_index == 0:
+    if shard.tp_index == 0 or shard.holds_whole_expert(spec):
         return 0, end
     if spec.partition is None:
         return 0, 0

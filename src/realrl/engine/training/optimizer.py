@@ -1,7 +1,7 @@
 """AdamW with state sharded over data-parallel ranks, learning rate schedules, and the gradient norm."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import isfinite
@@ -104,10 +104,60 @@ class _Pieces:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """Elements of flat buffers that are communicated together. The ranks of `group` divide them equally."""
+
+    start: int
+    """Index of the first element in the buffers."""
+    size: int
+    group: Group
+    in_state: int
+    """Index of this rank's first element in the flat tensors of all parts that this rank updates."""
+
+    @property
+    def part(self) -> int:
+        """Number of elements that this rank updates."""
+        return self.size // self.group.size
+
+    @property
+    def own(self) -> int:
+        """Index in the buffers of the first element that this rank updates."""
+        return self.start + self.group.index * self.part
+
+    def view_whole(self, flat: Tensor) -> Tensor:
+        return flat[self.start : self.start + self.size]
+
+    def view_own(self, flat: Tensor) -> Tensor:
+        """View this rank's part in a buffer."""
+        return flat[self.own : self.own + self.part]
+
+    def view_state(self, flat: Tensor) -> Tensor:
+        """View this rank's part in a flat tensor of all parts that it updates."""
+        return flat[self.in_state : self.in_state + self.part]
+
+
+Buckets = tuple[Bucket, ...]
+
+
+def _cut_buckets(buffer: FlatBuffer, groups: Sequence[Group]) -> Buckets:
+    """Cut each run of a buffer into buckets of equal size, which the ranks of its group divide."""
+    found: list[Bucket] = []
+    start = in_state = 0
+    for run, group in zip(buffer.runs, groups, strict=True):
+        size = run.size // run.buckets
+        for _ in range(run.buckets if run.tensors else 0):
+            found.append(Bucket(start, size, group, in_state))
+            start += size
+            in_state += size // group.size
+    return tuple(found)
+
+
 class ShardedAdamW:
     """Optimizer of a flat parameter buffer with a flat float32 gradient buffer of the same length.
 
-    The buffers are cut into buckets, and every bucket into equal parts, one per rank. A step has three phases.
+    Each run of the buffers is cut into buckets, and every bucket into equal parts, one per rank. A step has three
+    phases.
     First, it sums the gradients of each bucket over ranks (reduce-scatter); these sums can start while other
     gradients are computed. Second, it updates this rank's parts in float32. Third, it collects the updated
     parameters (all-gather), while more buckets are updated. Parameters of lower precision have float32 masters,
@@ -120,28 +170,27 @@ class ShardedAdamW:
         parameters: FlatBuffer,
         gradients: FlatBuffer,
         config: OptimizerConfig,
-        group: Group,
-        *,
+        *groups: Group,
         norm_group: Group | None = None,
         counted: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
-        """Both buffers must be padded to a multiple of `group.size` times their bucket count. They may be empty, on
-        a pipeline stage without trained parameters.
+        """`groups` has the ranks that divide each run of the buffers among themselves. A run must be padded to a
+        multiple of its group's size times its bucket count. Runs may be empty, on a pipeline stage without trained
+        parameters.
 
-        The gradient norm is summed over `norm_group`, the ranks of all shards of the model; by default over
-        `group`. A rank adds elements `first` to `end` - 1 of a tensor if `counted[name]` is (first, end); by
+        The gradient norm is summed over `norm_group`, the ranks of all shards of the model; by default over the
+        only group. A rank adds elements `first` to `end` - 1 of a tensor if `counted[name]` is (first, end); by
         default it adds all elements.
         """
         self._parameters = parameters
         self._gradients = gradients.data
-        self._group = group
-        self._norm_group = norm_group or group
+        self._norm_group = norm_group or groups[0]
         self._config = config
-        self.buckets = parameters.buckets if parameters.tensors else 0
-        self.bucket_size = parameters.data.numel() // max(1, self.buckets)
-        self._part_size = self.bucket_size // group.size
-        local = parameters.data.new_empty(self.buckets * self._part_size, dtype=torch.float32)
-        self._local_gradient = self._gradients if group.size == 1 else torch.zeros_like(local)
+        self.buckets = _cut_buckets(parameters, groups)
+        self._alone = all(group.size == 1 for group in groups)
+        parts = sum(bucket.part for bucket in self.buckets)
+        local = parameters.data.new_empty(parts, dtype=torch.float32)
+        self._local_gradient = self._gradients if self._alone else torch.zeros_like(local)
         self._moments = [torch.zeros_like(local) for _ in range(2)]
         self._master: Tensor | None = None
         if parameters.data.dtype != torch.float32:
@@ -150,16 +199,17 @@ class ShardedAdamW:
         self._norm_parts = list(self._view_counted(counted))
         # Buckets form a few groups, so that an all-gather overlaps with the next update, and the host launches few
         # kernels.
-        stages = 1 if group.size == 1 else min(GATHER_STAGES, self.buckets)
-        bounds = [self.buckets * i // max(1, stages) for i in range(stages + 1)]
+        count = len(self.buckets)
+        stages = 1 if self._alone else min(GATHER_STAGES, count)
+        bounds = [count * i // max(1, stages) for i in range(stages + 1)]
         self._stages = {
             buckets: self._cut_pieces(buckets)
-            for buckets in (range(first, end) for first, end in pairwise(bounds))
-            if buckets
+            for first, end in pairwise(bounds)
+            if (buckets := self.buckets[first:end])
         }
         """Pieces of each group of buckets, in the order of the updates, by kind. The kinds are pieces with weight
         decay, pieces without it, and pieces of the scalar head, which has its own learning rate."""
-        self._reducing: dict[int, dist.Work | None] = {}
+        self._reducing: dict[Bucket, dist.Work | None] = {}
 
     @property
     def persistent(self) -> list[Tensor]:
@@ -195,46 +245,45 @@ class ShardedAdamW:
     @property
     def workspace(self) -> list[Tensor]:
         """Tensors that are used, and overwritten, only during a step."""
-        return [] if self._group.size == 1 else [self._local_gradient]
+        return [] if self._alone else [self._local_gradient]
 
     def list_parts(self) -> Iterator[OptimizerPart]:
-        for tensor, low, high in self._cut_tensors(range(self.buckets)):
+        for tensor, low, high, in_state in self._cut_tensors(self.buckets):
             start = self._parameters.offset(tensor.name)
             yield OptimizerPart(
                 tensor=tensor.name,
                 first=low - start,
                 end=high - start,
                 in_parameters=low,
-                in_state=self._find_in_state(low),
+                in_state=in_state,
             )
 
     @torch.no_grad()
     def adopt(self) -> None:
         """Copy the parameters of this rank's parts into the float32 master values, if there are any."""
         if self._master is not None:
-            everything = range(self.buckets)
-            self._select_state(self._master, everything).copy_(self._select_parameters(everything))
+            for bucket in self.buckets:
+                bucket.view_state(self._master).copy_(bucket.view_own(self._parameters.data))
 
     @torch.no_grad()
     def publish(self) -> None:
         """Copy this rank's parts (their master values, if there are any) to the parameters of all ranks."""
-        _wait_for(self._gather(range(self.buckets)))
+        _wait_for(self._gather(self.buckets))
 
-    def start_reduce(self, bucket: int) -> None:
+    def start_reduce(self, bucket: "Bucket") -> None:
         """Start the reduce-scatter of a bucket, whose gradients must be complete.
 
         Every rank of the group starts the buckets in the same order.
         """
         self._reducing[bucket] = None
-        if self._group.size > 1:
-            whole = self._view_bucket(self._gradients, bucket)
-            local = self._local_gradient[bucket * self._part_size : (bucket + 1) * self._part_size]
-            self._reducing[bucket] = reduce_scatter(local, whole, self._group, async_op=True)
+        if not self._alone:
+            whole, local = bucket.view_whole(self._gradients), bucket.view_state(self._local_gradient)
+            self._reducing[bucket] = reduce_scatter(local, whole, bucket.group, async_op=True)
 
     def _finish_reduce(self) -> None:
         # Start from the end, like the buckets that started during the backward pass, because ranks must agree on
         # the order.
-        for bucket in reversed(range(self.buckets)):
+        for bucket in reversed(self.buckets):
             if bucket not in self._reducing:
                 self.start_reduce(bucket)
         _wait_for(self._reducing.values())
@@ -296,7 +345,7 @@ class ShardedAdamW:
                 local.copy_(summed[part.tensor].flatten()[part.first : part.end])
 
     def _update(
-        self, buckets: range, lr: float, head_scale: float, divisor: Tensor | None
+        self, buckets: "Buckets", lr: float, head_scale: float, divisor: Tensor | None
     ) -> list[dist.Work | None]:
         """Update buckets with their gradients divided by `divisor`, and start their all-gathers."""
         decay = self._config.weight_decay
@@ -310,32 +359,31 @@ class ShardedAdamW:
             pieces.update(self._config, lr=rate, decay=decay, divisor=divisor)
         return self._gather(buckets)
 
-    def _gather(self, buckets: range) -> list[dist.Work | None]:
-        stored = self._select_parameters(buckets)
-        if self._master is not None:
-            stored.copy_(self._select_state(self._master, buckets))
-        if self._group.size == 1:
-            return []
-        return [
-            all_gather(self._view_bucket(self._parameters.data, bucket), part, self._group, async_op=True)
-            for bucket, part in zip(buckets, stored, strict=True)
-        ]
+    def _gather(self, buckets: "Buckets") -> list[dist.Work | None]:
+        works = []
+        for bucket in buckets:
+            whole, own = bucket.view_whole(self._parameters.data), bucket.view_own(self._parameters.data)
+            if self._master is not None:
+                own.copy_(bucket.view_state(self._master))
+            if not self._alone:
+                works.append(all_gather(whole, own, bucket.group, async_op=True))
+        return works
 
-    def _cut_pieces(self, buckets: range) -> dict[str, _Pieces]:
+    def _cut_pieces(self, buckets: "Buckets") -> dict[str, _Pieces]:
         """Cut this rank's parts of buckets into pieces by kind.
 
         All moments are views of two flat tensors, which can be offloaded in one copy each.
         """
         kinds: dict[str, _Pieces] = {}
-        for kind, low, high in _merge_runs(
-            (_find_kind(tensor), low, high) for tensor, low, high in self._cut_tensors(buckets)
+        for kind, low, first, size in _merge_runs(
+            (_find_kind(tensor), low, in_state, high - low)
+            for tensor, low, high, in_state in self._cut_tensors(buckets)
         ):
-            first = self._find_in_state(low)
-            window = slice(first, first + high - low)
+            window = slice(first, first + size)
             average, average_square = (moment[window] for moment in self._moments)
             pieces = kinds.setdefault(kind, _Pieces())
             pieces.values.append(
-                self._parameters.data[low:high] if self._master is None else self._master[window]
+                self._parameters.data[low : low + size] if self._master is None else self._master[window]
             )
             pieces.gradients.append(self._local_gradient[window])
             pieces.averages.append(average)
@@ -346,46 +394,28 @@ class ShardedAdamW:
     def _view_counted(self, counted: Mapping[str, tuple[int, int]] | None) -> Iterator[tuple[Tensor, bool]]:
         """Yield views of the gradient elements that this rank counts in the norm, and whether they belong to the
         scalar head."""
-        runs: list[tuple[str, int, int]] = []
-        for tensor, low, high in self._cut_tensors(range(self.buckets)):
+        runs: list[tuple[str, int, int, int]] = []
+        for tensor, low, high, in_state in self._cut_tensors(self.buckets):
+            begin, end = low, high
             if counted is not None:
                 start = self._parameters.offset(tensor.name)
-                first, end = counted[tensor.name]
-                low, high = max(low, start + first), min(high, start + end)
-            if low < high:
-                first = self._find_in_state(low)
+                first, last = counted[tensor.name]
+                begin, end = max(low, start + first), min(high, start + last)
+            if begin < end:
                 kind = "head" if _is_scalar_head(tensor) else "other"
-                runs.append((kind, first, first + high - low))
-        for kind, low, high in _merge_runs(runs):
-            yield self._local_gradient[low:high], kind == "head"
+                runs.append((kind, begin, in_state + begin - low, end - begin))
+        for kind, _, first, size in _merge_runs(runs):
+            yield self._local_gradient[first : first + size], kind == "head"
 
-    def _cut_tensors(self, buckets: range) -> Iterator[tuple[TensorSpec, int, int]]:
-        """Yield this rank's parts of tensors in some buckets: the tensor, and the first element and end in the flat
-        buffers."""
+    def _cut_tensors(self, buckets: "Buckets") -> Iterator[tuple[TensorSpec, int, int, int]]:
+        """Yield this rank's parts of tensors in some buckets: the tensor, the first element and the end in the flat
+        buffers, and the index of the first element in the flat tensors of this rank's parts."""
         for bucket in buckets:
-            begin = bucket * self.bucket_size + self._group.index * self._part_size
             for tensor in self._parameters.tensors:
                 start = self._parameters.offset(tensor.name)
-                low, high = max(start, begin), min(start + tensor.numel, begin + self._part_size)
+                low, high = max(start, bucket.own), min(start + tensor.numel, bucket.own + bucket.part)
                 if low < high:
-                    yield tensor, low, high
-
-    def _find_in_state(self, element: int) -> int:
-        """Convert the index of an element of the buffers to its index in the flat tensors of this rank's parts."""
-        bucket, offset = divmod(element, self.bucket_size)
-        return bucket * self._part_size + offset - self._group.index * self._part_size
-
-    def _view_bucket(self, flat: Tensor, bucket: int) -> Tensor:
-        return flat[bucket * self.bucket_size : (bucket + 1) * self.bucket_size]
-
-    def _select_parameters(self, buckets: range) -> Tensor:
-        """View this rank's parts of buckets in the parameter buffer. -> [buckets, part]"""
-        by_rank = self._parameters.data.view(self.buckets, self._group.size, self._part_size)
-        return by_rank[buckets.start : buckets.stop, self._group.index]
-
-    def _select_state(self, flat: Tensor, buckets: range) -> Tensor:
-        """View this rank's parts of buckets in a flat tensor of all its parts. -> [buckets, part]"""
-        return flat.view(self.buckets, self._part_size)[buckets.start : buckets.stop]
+                    yield tensor, low, high, bucket.in_state + low - bucket.own
 
 
 def _wait_for(works: Iterable[dist.Work | None]) -> None:
@@ -404,12 +434,14 @@ def _is_scalar_head(tensor: TensorSpec) -> bool:
     return tensor.parameter == "scalar_head"
 
 
-def _merge_runs(runs: Iterable[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-    """Join neighbouring runs (kind, first, end) of the same kind."""
-    joined: list[tuple[str, int, int]] = []
-    for kind, low, high in runs:
-        if joined and joined[-1][0] == kind and joined[-1][2] == low:
-            joined[-1] = (kind, joined[-1][1], high)
-        else:
-            joined.append((kind, low, high))
+def _merge_runs(runs: Iterable[tuple[str, int, int, int]]) -> list[tuple[str, int, int, int]]:
+    """Join neighbouring runs (kind, first in the buffers, first in the state, size) of the same kind."""
+    joined: list[tuple[str, int, int, int]] = []
+    for kind, low, first, size in runs:
+        if joined:
+            of, its_low, its_first, its_size = joined[-1]
+            if of == kind and its_low + its_size == low and its_first + its_size == first:
+                joined[-1] = (kind, its_low, its_first, its_size + size)
+                continue
+        joined.append((kind, low, first, size))
     return joined

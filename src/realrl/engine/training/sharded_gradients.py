@@ -35,7 +35,6 @@ class ShardedGradients(Accumulation):
     def __init__(self, model: Model, trained: LocalSet, config: OptimizerConfig, *, backward: range) -> None:
         """`trained` is the parameter set that is updated; `backward` are the layers that gradients flow through."""
         self._model, self._trained = model, trained
-        self._group = model.groups.copies
         placement = trained.layout.placement
         self._copies = not placement.strategy.shards_parameters
         self.updated = trained
@@ -45,7 +44,7 @@ class ShardedGradients(Accumulation):
             self.updated = LocalSet(layout, model.rank, torch.float32, model.device)
         self.adopt()
         complete = partial(sum_tensor_parallel, model)
-        self._sections = SectionGradients(self.updated, model.shard, model.rank, self._group, complete)
+        self._sections = SectionGradients(self.updated, model.shard, model.rank, model.groups, complete)
         self.gradients = self._sections.rows
         require_gradients(model, trained, self._sections.fused)
         self._passes = model.passes or model.make_passes()
@@ -56,7 +55,7 @@ class ShardedGradients(Accumulation):
             self.updated.buffer,
             self.gradients,
             config,
-            make_single_rank_group(model.rank),
+            *(make_single_rank_group(model.rank) for _ in self.updated.buffer.runs),
             norm_group=model.groups.mesh,
             counted={local.spec.name: find_counted_elements(model, local) for local in locals_},
         )
@@ -64,15 +63,6 @@ class ShardedGradients(Accumulation):
     @property
     def persistent(self) -> list[Tensor]:
         return [*self.optimizer.persistent, *([self.updated.buffer.data] if self._copies else [])]
-
-    def agree_on_passes(self, count: int) -> int:
-        return self._model.agree_on_passes(count)
-
-    def idle_forward(self) -> None:
-        self._passes.idle_forward(last=False)
-
-    def idle_backward(self) -> None:
-        self._passes.idle_backward()
 
     def start_backward(self, *, last: bool) -> None:
         self._passes.start_backward()
@@ -102,9 +92,9 @@ class ShardedGradients(Accumulation):
         for section in self._list_sections():
             section.allocate()
             works = []
-            for names in section.stacks:
+            for names, group in section.stacks.items():
                 rows = self.updated.buffer.fused(*names).view(-1).to(target.data.dtype)
-                works.append(all_gather(section.view_stack(names), rows, self._group, async_op=True))
+                works.append(all_gather(section.view_stack(names), rows, group, async_op=True))
             arriving.append((section, works))
             if len(arriving) > 1:  # one section arrives while the previous one is copied
                 finish()
@@ -116,15 +106,16 @@ class ShardedGradients(Accumulation):
         whole = self._trained.buffer.data
         tensors = self._trained.layout.tensors(self._model.rank)
         for stacks in group_by_section(self._model.shard, tensors).values():
-            yield SectionBuffer(stacks, self._group.size, whole.dtype, whole.device)
+            yield SectionBuffer(stacks, self._model.groups, whole.dtype, whole.device)
 
     @torch.no_grad()
     def adopt(self) -> None:
         """Copy this rank's rows of the parameters to its float32 copies (see `Accumulation.adopt`)."""
         if not self._copies:
             return
-        for names in (names for section in self._list_sections() for names in section.stacks):
+        stacks = (stack for section in self._list_sections() for stack in section.stacks.items())
+        for names, group in stacks:
             mine = self.updated.buffer.fused(*names).view(-1)
-            first = self._group.index * mine.numel()
+            first = group.index * mine.numel()
             taken = self._trained.buffer.fused(*names).view(-1)[first : first + mine.numel()]
             mine[: len(taken)].copy_(taken)

@@ -354,15 +354,25 @@ class Trainer:
         loss = torch.zeros((), dtype=torch.float64, device=model.device)
         passes: dict[int, _Pass] = {}
         accumulation = self._accumulation
-        # Under ZeRO-2 and ZeRO-3 every micro-batch has collectives, so ranks with fewer of them run idle passes.
-        actions = make_1f1b_schedule(stages, accumulation.agree_on_passes(len(parts)))[stage]
+        # If micro-batches have collectives of data-parallel ranks, ranks with fewer of them run idle passes.
+        joint = model.passes_are_joint or model.layout.placement.strategy.zero > 1
+        count = model.agree_on_passes(len(parts)) if joint else len(parts)
+        actions = make_1f1b_schedule(stages, count)[stage]
         for action in actions:
             if action.micro_batch >= len(parts):
                 model.pipeline.flush()
                 if action.kind == "F":
-                    accumulation.idle_forward()
+                    idle_output = model.run_idle(
+                        recompute=options.recompute, requires_grad=self._sends_gradients
+                    )
+                    if self._has_backward:
+                        passes[action.micro_batch] = _Pass(None, idle_output)
+                    del idle_output
                 elif self._has_backward:
-                    accumulation.idle_backward()
+                    accumulation.start_backward(last=last and action is actions[-1])
+                    result = passes.pop(action.micro_batch).result
+                    result.backward(torch.zeros_like(result))
+                    accumulation.finish_backward()
             elif action.kind == "F":
                 positions = parts[action.micro_batch]
                 part, its = batch.select(positions), sampled.select(positions)

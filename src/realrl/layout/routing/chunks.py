@@ -66,14 +66,24 @@ class RankSchedule:
 
 
 class Storage:
-    """Offsets of a rank's local tensors in a flat buffer that stores them back to back."""
+    """Offsets of a rank's local tensors in a flat buffer."""
 
-    def __init__(self, tensors: Sequence[LocalTensor]) -> None:
+    def __init__(self, *runs: tuple[Sequence[LocalTensor], int]) -> None:
+        """`runs` has tensors that are stored back to back, and the elements that they and the padding after them
+        take."""
         self._tensors: dict[str, tuple[int, Region]] = {}
-        end = 0
-        for tensor in tensors:
-            self._tensors[tensor.region.tensor] = (end, tensor.region)
-            end += tensor.numel
+        start = 0
+        for tensors, size in runs:
+            at = start
+            for tensor in tensors:
+                self._tensors[tensor.region.tensor] = (at, tensor.region)
+                at += tensor.numel
+            start += size
+
+    @classmethod
+    def of_rank(cls, layout: Layout, rank: int) -> "Storage":
+        """Find the offsets of all tensors that a rank stores."""
+        return cls(*((run.tensors, run.size) for run in layout.runs(rank)))
 
     def span(self, region: Region) -> Span:
         """Locate a region that the rank holds."""
@@ -129,7 +139,11 @@ class RankScheduler:
             if stage == 0:
                 return self._find_source(of)
             if of not in after:
-                after[of] = Storage([*_clip_tensors(self._target.tensors(of), {*names}, parts)])
+                after[of] = (
+                    Storage.of_rank(self._target, of)
+                    if tensors is None
+                    else Storage(([*_clip_tensors(self._target.tensors(of), {*names}, parts)], 0))
+                )
             return after[of]
 
         exchanged: defaultdict[tuple[int, int, int], list[Region]] = defaultdict(list)
@@ -171,7 +185,7 @@ class RankScheduler:
 
     def _find_source(self, of: int) -> Storage:
         if of not in self._before:
-            self._before[of] = Storage(self._source.tensors(of))
+            self._before[of] = Storage.of_rank(self._source, of)
         return self._before[of]
 
 

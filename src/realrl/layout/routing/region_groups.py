@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from itertools import pairwise, product
 from math import prod
 from operator import add, le
@@ -12,6 +12,7 @@ from realrl.families.tensors import TensorSpec
 from realrl.layout.layout import Layout
 from realrl.layout.region import Region
 from realrl.plan.axes import Divided, axes_dividing
+from realrl.plan.placement import Placement
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and size of a region; the context names its tensor."""
@@ -81,13 +82,12 @@ def group_regions(source: Layout, target: Layout) -> list[RegionGroup]:
     Parameters whose tensors have the same shapes and partitions are cut alike, so each kind is cut only once.
     """
     groups: dict[tuple[tuple[int, ...], tuple[int, ...]], RegionGroup] = {}
-    source_ranks = cache(partial(_ranks, source))
-    target_ranks = cache(partial(_ranks, target))
+    find_ranks = cache(_ranks)
     cuts: dict[object, list[list[_Atom]]] = {}
     boxes_by_stage: dict[object, list[list[tuple[Box, int, RegionGroup]]]] = {}
     stages = iter(zip(source.stages, target.stages, strict=True))
     for stack in source.stacks:
-        kind = tuple((spec.partition, spec.shape) for spec in stack)
+        kind = tuple((spec.partition, spec.shape, spec.expert) for spec in stack)
         if kind not in cuts:
             both = zip(_cut(source, stack), _cut(target, stack), strict=True)
             cuts[kind] = [list(_atoms(before, after)) for before, after in both]
@@ -95,10 +95,14 @@ def group_regions(source: Layout, target: Layout) -> list[RegionGroup]:
         (before, after), *_ = [next(stages) for _ in stack]
         if (kind, before, after) not in boxes_by_stage:
             boxes_by_stage[kind, before, after] = found = []
+            places = source.placement_of(stack[0]), target.placement_of(stack[0])
             for atoms in cuts[kind]:
                 by_ranks = []
                 for box, source_holders, target_holders in atoms:
-                    ranks = source_ranks(source_holders, before), target_ranks(target_holders, after)
+                    ranks = (
+                        find_ranks(places[0], source_holders, before),
+                        find_ranks(places[1], target_holders, after),
+                    )
                     by_ranks.append((box, prod(box[1]), groups.setdefault(ranks, RegionGroup(*ranks))))
                 found.append(by_ranks)
         for spec, by_ranks in zip(stack, boxes_by_stage[kind, before, after], strict=True):
@@ -107,9 +111,8 @@ def group_regions(source: Layout, target: Layout) -> list[RegionGroup]:
     return list(groups.values())
 
 
-def _ranks(layout: Layout, holders: tuple[Holder, ...], stages: tuple[int, ...]) -> tuple[int, ...]:
+def _ranks(placement: Placement, holders: tuple[Holder, ...], stages: tuple[int, ...]) -> tuple[int, ...]:
     """List all ranks that `holders` stand for on some stages."""
-    placement = layout.placement
     degrees = placement.strategy.degrees
     copies = degrees.origins(*placement.strategy.storing_axes)  # positions of stage 0 with the same elements
     stride = degrees.stride(*axes_dividing(Divided.LAYERS))
@@ -119,14 +122,15 @@ def _ranks(layout: Layout, holders: tuple[Holder, ...], stages: tuple[int, ...])
 
 def _cut(layout: Layout, stack: Sequence[TensorSpec]) -> list[list[_Shard]]:
     """Find the boxes into which a layout cuts each tensor of a parameter, with their holders."""
-    placement = layout.placement
+    placement = layout.placement_of(stack[0])
     layers = axes_dividing(Divided.LAYERS)
     axes = [axis for axis in placement.strategy.storing_axes if axis not in layers]
     shards: list[list[_Shard]] = [[] for _ in stack]
     for holder in placement.strategy.degrees.offsets(*axes):
         rank = placement.mesh.first + holder
-        parts = layout.cut_stored_rows([layout.cut(spec, rank) for spec in stack], rank)
-        for found, part in zip(shards, parts, strict=True):
+        held = [(spec, found) for spec, found in zip(stack, shards, strict=True) if layout.holds(spec, rank)]
+        parts = layout.cut_stored_rows([layout.cut(spec, rank) for spec, _ in held], rank)
+        for (_, found), part in zip(held, parts, strict=True):
             if part.region.numel:
                 found.append(((part.region.offset, part.region.size), holder))
     return shards

@@ -73,7 +73,8 @@ class Groups:
 
     def sum_copies(self, rows: Tensor) -> Tensor:
         """Sum the rows of each token in the order of its experts, without gradient. [R, K] -> [T, K]"""
-        return rows.index_select(0, self.places).view(-1, self.copies, rows.shape[1]).sum(1)
+        ordered = rows.index_select(0, self.places)
+        return ordered if self.copies == 1 else ordered.view(-1, self.copies, rows.shape[1]).sum(1)
 
 
 def has_grouped_kernel(weights: Tensor, products: Products) -> bool:
@@ -217,6 +218,22 @@ class _GatherWeighed(Function):
 def gather_weighed(x: Tensor, weights: Tensor, groups: Groups) -> Tensor:
     """Copy tokens to their rows, and multiply each row by its weight. x: [T, K], weights: [R] -> [R, K]"""
     return apply_function(_GatherWeighed, x, weights, groups)
+
+
+class _GatherCopies(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, groups: Groups) -> Tensor:
+        ctx.groups = groups
+        return groups.gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.groups.sum_copies(grad), None
+
+
+def gather_copies(x: Tensor, groups: Groups) -> Tensor:
+    """Copy tokens to their rows. [T, K] -> [R, K]"""
+    return apply_function(_GatherCopies, x, groups)
 
 
 class _SumCopies(Function):

@@ -84,6 +84,12 @@ class Efficiency:
     router_passes: float = 6.0
     """Float32 numbers that are read or written per expert and token, forward and backward alike: a cast, a softmax,
     and a choice."""
+    expert_spread: float = 0.3
+    """Standard deviation of the load of an expert in a layer, divided by its mean. Assumed, for routers that are
+    trained to balance."""
+    expert_sync_operations: int = 8
+    """Kernels that the host launches while a GPU waits, because the host has first read how many rows EP ranks
+    exchange in a layer."""
     logit_bytes: float = 4.0
     """Bytes of traffic per logit forward, on a GPU, to read its float32 value for sums. Here and below, the time of
     the product covers writing this value."""
@@ -141,6 +147,8 @@ class Efficiency:
     expert_operations: int = 20
     """Additional kernels of a mixture of experts forward: its router, the choice and order of experts, and the sum
     of their outputs."""
+    expert_exchange_operations: int = 12
+    """Additional kernels of EP ranks forward: numbers of rows to exchange, and the order of rows that arrive."""
     expert_backward_operations: int = 24
     """Additional kernels of a mixture of experts backward."""
     expert_bias_operations: int = 5

@@ -50,8 +50,11 @@ class CallContext:
         ring = self.network.group("tp")
         size = self._hidden(tokens)
         if self.strategies.sequence_parallel and not self.work.answers:
+            # Ranks that divide experts send their own tokens to them, so that a block of experts gathers none.
+            sizes = self.timing.sizes
+            blocks = 1 if sizes.ep > 1 and not sizes.shared_blocks else 2
             return DeviceHostTime(
-                2 * (ring.all_gather(size) + ring.reduce_scatter(size)), 2 * self.collective_host
+                blocks * (ring.all_gather(size) + ring.reduce_scatter(size)), blocks * self.collective_host
             )
         return DeviceHostTime(2 * ring.all_reduce(size), 2 * self.collective_host)
 
@@ -62,6 +65,24 @@ class CallContext:
         keys = 2 * whole * self.timing.sizes.cache_dim * self.timing.element_bytes
         host = np.where(self.strategies.cp > 1, self.collective_host, 0.0)
         return DeviceHostTime(self.network.group("cp").all_gather(keys), host)
+
+    def expert_communication(self, tokens: Real) -> DeviceHostTime:
+        """Predict the time in which EP ranks send a layer's `tokens` of each TP group to their experts and back,
+        forward or backward.
+
+        The ranks exchange the numbers of rows, the rows, their float32 weights, and the outputs. With sequence
+        parallelism, TP ranks also gather the scores of experts.
+        """
+        sizes, roofline = self.timing.sizes, self.timing.roofline
+        if sizes.ep == 1:
+            return DeviceHostTime(0.0)
+        group, rows = self.network.group("ep"), tokens * sizes.copies * roofline.busiest
+        width = sizes.shape.hidden_size * self.timing.element_bytes
+        seconds = 2 * group.all_to_all(rows * width) + group.all_to_all(4 * rows)
+        seconds = seconds + group.all_to_all(8 * sizes.experts)
+        if self.strategies.sequence_parallel and self.strategies.tp > 1:
+            seconds = seconds + self.network.group("tp").all_gather(4 * tokens * sizes.experts)
+        return DeviceHostTime(seconds, 4 * self.collective_host)
 
     def result_communication(self, tokens: Real) -> Real:
         """Predict the seconds in which CP ranks give each other the results of the head, in an all-reduce.

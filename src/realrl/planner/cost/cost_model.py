@@ -269,7 +269,7 @@ class CostModel:
         timing = Timing(
             device=device,
             efficiency=self.efficiency,
-            sizes=size_shards(model, strategies.tp),
+            sizes=size_shards(model, strategies.tp, strategies.ep),
             dtype=strategies.dtype_of(model),
             sequence_parallel=strategies.sequence_parallel,
             profile=profile,

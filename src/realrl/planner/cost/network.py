@@ -17,11 +17,12 @@ from realrl.planner.profile.profile import Profile
 from realrl.planner.workload.strategies import Strategies
 from realrl.program.arrays import Floats, Ints, Real
 
-GroupKind = Literal["tp", "cp", "copies", "mesh", "embedding"]
+GroupKind = Literal["tp", "cp", "copies", "ep", "expert_copies", "mesh", "embedding"]
 """Process groups of a placement.
 
 `tp`: ranks that hold shards of the same matrices. `cp`: ranks that divide the tokens of a micro-batch. `copies`:
-ranks with the same parameters, which divide a batch or the tokens of micro-batches. `mesh`: ranks along all axes
+ranks with the same parameters, which divide a batch or the tokens of micro-batches. `ep`: ranks that divide the
+experts of a stage. `expert_copies`: ranks with the same experts. `mesh`: ranks along all axes
 that divide anything. `embedding`: the first and the last stage of each pipeline."""
 
 
@@ -55,6 +56,18 @@ class Ring:
     def all_reduce(self, number_bytes: Real) -> Floats:
         """Compute the seconds of an all-reduce of `number_bytes`: a reduce-scatter and an all-gather."""
         return self._seconds("all_reduce", 2, number_bytes)
+
+    def all_to_all(self, number_bytes: Real) -> Floats:
+        """Compute the seconds of an all-to-all in which each rank sends and receives `number_bytes`, with a part of
+        equal size for each rank and for itself.
+
+        All messages of a rank are under way at the same time. If a group spans nodes, the network of a node carries
+        the messages of all members on the node to other nodes.
+        """
+        inside = number_bytes * (self.size - 1) / self.size
+        leaving = number_bytes * (self.size / self.nodes) * (1 - 1 / self.nodes)
+        seconds = self.hop_s + np.where(self.nodes > 1, leaving, inside) / self.bytes_per_s
+        return np.where(self.size == 1, 0.0, seconds)
 
     def _seconds(self, kind: Reduction, rounds: int, number_bytes: Real) -> Floats:
         """Predict the seconds of a collective from the profile if it measured such a group, or else from the
@@ -125,7 +138,9 @@ class Network:
         A ring has as many links as ranks. In a ring over n > 1 nodes, n links cross nodes.
         """
         device = self.sites[0].device
-        each = zip(self.strategies.degrees, self.sites, strict=True)
+        folded = kind in ("ep", "expert_copies")
+        every = self.strategies.expert_degrees if folded else self.strategies.degrees
+        each = zip(every, self.sites, strict=True)
         spans = [_find_span(kind, degrees, site.nodes) for degrees, site in each]
         size, nodes, through = np.array(spans, dtype=np.int64).reshape(len(spans), 3).T
         shared = np.minimum(device.link_bytes_per_s, self._node_bytes_per_s / np.maximum(through, 1))
@@ -159,7 +174,7 @@ def _find_span(kind: GroupKind, degrees: Degrees, nodes: Cluster) -> tuple[int, 
         first = np.arange(min(stage, period))
         ranks = np.stack([first, first + (degrees["pp"] - 1) * stage], axis=1)[:, : min(degrees["pp"], 2)]
     else:
-        axes = axes_dividing(*COPIES) if kind == "copies" else (kind,)
+        axes = axes_dividing(*COPIES) if kind in ("copies", "expert_copies") else (kind,)
         members, stride = degrees.count(*axes), degrees.stride(axes[-1])
         block = members * stride
         blocks = period // gcd(block, period)

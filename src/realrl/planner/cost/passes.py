@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from realrl.layout.limits import GATHER_STAGES, bucket_count
 from realrl.planner.cost.call_context import CallContext
+from realrl.planner.cost.network import Ring
 from realrl.planner.cost.sharded import SectionSeconds, ShardedTraffic
 from realrl.planner.cost.timing import BatchSize, DeviceHostTime
 from realrl.planner.workload.batching import Chunks, split_all_work
@@ -66,7 +68,7 @@ def cost_training(context: CallContext) -> Mapping[str, Floats]:
     forward = timing.forward(size)
     backward = timing.backward(size)
     layer_communication = context.layer_communication(tokens)
-    keys = context.key_communication(tokens)
+    keys, experts = context.key_communication(tokens), context.expert_communication(tokens)
     rounds = np.where(strategies.recompute, 3, 2)
     device = backward.device + forward.device * (rounds - 1)
     host = backward.host + forward.host * (rounds - 1)
@@ -79,18 +81,22 @@ def cost_training(context: CallContext) -> Mapping[str, Floats]:
         _EqualLayers(
             counts=updated,
             layer=DeviceHostTime(
-                device, host + rounds * (layer_communication.host + keys.host) + sum(launches)
+                device,
+                host + rounds * (layer_communication.host + keys.host + experts.host) + sum(launches),
             ),
             communication=rounds * layer_communication.device,
             keys=rounds * keys.device,
+            experts=rounds * experts.device,
         ),
         _EqualLayers(
             counts=frozen,
             layer=DeviceHostTime(
-                forward.device, forward.host + layer_communication.host + keys.host + launches[0]
+                forward.device,
+                forward.host + layer_communication.host + keys.host + experts.host + launches[0],
             ),
             communication=layer_communication.device,
             keys=keys.device,
+            experts=experts.device,
         ),
     ]
     outside = OutsideLayers(
@@ -106,13 +112,15 @@ def cost_training(context: CallContext) -> Mapping[str, Floats]:
     exposed = 2 * (chunks.count + strategies.pp - 1) * context.hop(tokens)
     exposed += 2 * context.network.hop(_SMALL)
     terms["pipeline"] = np.where(strategies.pp > 1, exposed, 0.0)
-    elements = tabulate_stages(trained.stage_elements, strategies.pp).max(axis=0)
-    update = timing.update(elements, strategies.copies)
+    runs = _list_runs(context)
+    update = timing.update(
+        sum(run.elements for run in runs), sum(run.elements / run.ring.size for run in runs)
+    )
     terms["optimizer"] = update + context.network.group("mesh").all_reduce(_SMALL)
     if sharded is None:
         last_pass = at_last(strategies.pp, updated).sum(axis=0) * backward.device
-        reduction = _cost_gradient_reduction(context, elements, last_pass)
-        terms["data"] = reduction + _cost_parameter_gather(context, elements, update)
+        reduction = _cost_gradient_reduction(context, runs, last_pass)
+        terms["data"] = reduction + _cost_parameter_gather(context, runs, update)
     else:
         seconds = SectionSeconds(
             layer=forward.device,
@@ -143,7 +151,36 @@ def _cost_sharded_step(
     return small + chunks * _cost_partial_gradients(context) + stages.max(axis=0)
 
 
-def _cost_gradient_reduction(context: CallContext, elements: Ints, last_pass: Real) -> Floats:
+@dataclass(frozen=True)
+class _Run:
+    """Trained parameters of the busiest stage that the same ranks have copies of. `ring` has these ranks."""
+
+    elements: Ints
+    ring: Ring
+
+    @cached_property
+    def buckets(self) -> Ints:
+        return apply_each(bucket_count, self.elements)
+
+    @property
+    def reduction(self) -> Floats:
+        """Seconds to reduce the gradients of all buckets."""
+        return self.buckets * self.ring.reduce_scatter(4 * self.elements / self.buckets)
+
+
+def _list_runs(context: CallContext) -> list[_Run]:
+    """List the runs of trained parameters on the stage with the most parameters: whole experts have copies on other
+    ranks than all other parameters."""
+    trained, pp = context.timing.sizes.trained, context.strategies.pp
+    others, experts = (tabulate_stages(of, pp) for of in (trained.stage_elements, trained.stage_experts))
+    largest = (others + experts).argmax(axis=0), np.arange(len(pp))
+    runs = [_Run(others[largest], context.network.group("copies"))]
+    if context.strategies.ep > 1:
+        runs.append(_Run(experts[largest], context.network.group("expert_copies")))
+    return runs
+
+
+def _cost_gradient_reduction(context: CallContext, runs: Sequence[_Run], last_pass: Real) -> Floats:
     """Exposed seconds of gradient reduction.
 
     The backward pass of the last micro-batch can hide the reduction of all buckets except the last. It cannot hide
@@ -151,12 +188,14 @@ def _cost_gradient_reduction(context: CallContext, elements: Ints, last_pass: Re
     tensors are summed separately.
     """
     network = context.network
-    num_buckets = apply_each(bucket_count, elements)
-    seconds = num_buckets * network.group("copies").reduce_scatter(4 * elements / num_buckets)
     small = 3 * network.group("copies").all_reduce(_SMALL)
-    late = seconds * _find_late_share(context, elements)
-    early = seconds - late
-    first = np.where(early > 0, seconds / num_buckets, 0.0)
+    others, *experts = runs
+    late = others.reduction * _find_late_share(context, others.elements)
+    early = others.reduction - late
+    first = np.where(early > 0, others.reduction / others.buckets, 0.0)
+    for run in experts:
+        early = early + run.reduction
+        first = first + run.reduction / run.buckets
     exposed = np.maximum(early - last_pass * context.overlap, first)
     return small + _cost_partial_gradients(context) + late + exposed
 
@@ -197,15 +236,15 @@ def _cost_partial_gradients(context: CallContext) -> Real:
     return seconds
 
 
-def _cost_parameter_gather(context: CallContext, elements: Ints, update: Real) -> Floats:
+def _cost_parameter_gather(context: CallContext, runs: Sequence[_Run], update: Real) -> Floats:
     """Exposed seconds of the parameter all-gather, which gathers a group of buckets while the next group is
     updated.
 
     Nothing hides the all-gather of the last group.
     """
-    num_buckets = apply_each(bucket_count, elements)
-    bucket_bytes = context.timing.element_bytes * elements / num_buckets
-    seconds = num_buckets * context.network.group("copies").all_gather(bucket_bytes)
+    num_buckets = sum(run.buckets for run in runs)
+    width = context.timing.element_bytes
+    seconds = sum(run.buckets * run.ring.all_gather(width * run.elements / run.buckets) for run in runs)
     last = 1 / np.minimum(GATHER_STAGES, num_buckets)
     return np.maximum(seconds - update * (1 - last) * context.overlap, seconds * last)
 
@@ -241,11 +280,14 @@ def cost_forward_pass(
     """Predict the seconds by term of the forward pass of all chunks through all stages."""
     tokens = chunks.tokens / context.strategies.cp
     layer_communication, keys = context.layer_communication(tokens), context.key_communication(tokens)
+    experts = context.expert_communication(tokens)
+    host = layer.host + layer_communication.host + keys.host + experts.host
     layers = _EqualLayers(
         counts=context.layers,
-        layer=DeviceHostTime(layer.device, layer.host + layer_communication.host + keys.host),
+        layer=DeviceHostTime(layer.device, host),
         communication=layer_communication.device,
         keys=keys.device,
+        experts=experts.device,
     )
     terms = _cost_pipeline(context, chunks, [layers], outside)
     # A stage works on its next chunk while it sends, so only the first chunk waits for transfers.
@@ -265,16 +307,23 @@ class _EqualLayers:
     """Seconds of a layer's TP communication for one chunk."""
     keys: Real = 0.0
     """Seconds in which CP ranks gather a layer's keys and values for one chunk."""
+    experts: Real = 0.0
+    """Seconds in which EP ranks exchange a layer's tokens for one chunk."""
+
+    @property
+    def busy(self) -> Real:
+        """Seconds that the device computes and communicates."""
+        return self.layer.device + self.communication + self.keys + self.experts
 
     @property
     def wait(self) -> Real:
         """Seconds that the device waits for the host."""
-        return np.maximum(0.0, self.layer.host - self.layer.device - self.communication - self.keys)
+        return np.maximum(0.0, self.layer.host - self.busy)
 
     @property
     def seconds(self) -> Real:
         """Seconds of one layer for one chunk."""
-        return self.layer.device + self.communication + self.keys + self.wait
+        return self.busy + self.wait
 
 
 def _cost_pipeline(
@@ -295,6 +344,7 @@ def _cost_pipeline(
         "compute": chunks.count * (sum(n * one.layer.device for n, one in counted) + own[slowest]),
         "tensor": chunks.count * (sum(n * one.communication for n, one in counted) + communication[slowest]),
         "context": chunks.count * (sum(n * one.keys for n, one in counted) + results[slowest]),
+        "experts": chunks.count * np.asarray(sum(n * one.experts for n, one in counted)),
         "launch": chunks.count * np.asarray(sum(n * one.wait for n, one in counted)),
         "bubble": stages.sum(axis=0) - stages[slowest],
     }

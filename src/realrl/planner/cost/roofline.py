@@ -14,7 +14,7 @@ from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.operators.tables import TABULATED, Operators, find_operators
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.planner.workload.windows import average_context, average_squares, find_windowed_share
-from realrl.planner.workload.workload import Sampling, count_visited_experts
+from realrl.planner.workload.workload import Sampling, compute_imbalance, count_visited_experts
 from realrl.program.arrays import Real
 
 
@@ -92,13 +92,26 @@ class Roofline:
         random.
 
         Each token has a row for each of its experts. The weights of experts without a token are not read. On a GPU
-        one kernel computes the products of all experts, so the tables of single products do not apply.
+        one kernel computes the products of all experts, so the tables of single products do not apply. With expert
+        parallelism, tokens of all EP ranks arrive, and all ranks wait for the one with the most rows.
         """
         if not self.sizes.experts:
             return 0.0
-        visited = count_visited_experts(self.sizes.shape, rows)
+        visited = self._count_visited(rows)
         each = rows * self.sizes.copies / visited
-        return visited * sum(self._estimate_matmul(each, *matrix) for matrix in self.sizes.expert_shapes)
+        seconds = visited * sum(self._estimate_matmul(each, *matrix) for matrix in self.sizes.expert_shapes)
+        return self.busiest * seconds
+
+    def _count_visited(self, rows: Real) -> Real:
+        """Count the experts on this rank that at least one token chooses. `rows`: the tokens of a rank."""
+        ep = self.sizes.ep
+        tokens = rows if ep == 1 else rows / self.sizes.tp * ep
+        return count_visited_experts(self.sizes.shape, tokens) / ep
+
+    @property
+    def busiest(self) -> float:
+        """Rows of the EP rank with the most rows, divided by the mean of all EP ranks."""
+        return compute_imbalance(self.sizes.experts, self.sizes.ep, self.efficiency.expert_spread)
 
     def adapters(self, rows: Real) -> Real:
         """Predict the seconds of a layer's adapters forward: products with A and B, added to the matrix's own
@@ -156,7 +169,7 @@ class Roofline:
         own = e.apart_gradient_bytes if apart else e.gradient_bytes + self._widened
         if sizes.frozen_matrices:
             return self.traffic(own * sum(adapter.elements for adapter in sizes.adapters))
-        visited = count_visited_experts(sizes.shape, tokens)
+        visited = self._count_visited(tokens)
         of_experts = visited * sum(outputs * inputs for outputs, inputs in sizes.expert_shapes)
         elements = sum(outputs * inputs for outputs, inputs in sizes.matmul_shapes)
         return self.traffic(own * (elements + of_experts))
@@ -285,14 +298,14 @@ class Roofline:
             + (e.copied_passes * s.shape.hidden_size if s.tp > 1 else 0)
             + e.rotary_passes * (s.q_dim + s.kv_dim)
             + self._attention_values
-            + (s.copies + s.shared_blocks) * e.activation_passes * s.gate_up_dim / 2
+            + self._block_values * e.activation_passes / 2
         )
         if s.experts:
             # Rows are gathered for each expert, weighted, and the rows of a token are added up.
-            values += s.copies * (5 * s.shape.hidden_size + 2 * self._weighed)
+            values += self._rows * (5 * s.shape.hidden_size + 2 * self._weighed)
             values += s.shape.hidden_size * (1 + 3 * s.shared_blocks) + self._router_values
             # Biases are added in place.
-            values += 2 * s.copies * (s.gate_up_dim + s.shape.hidden_size) * s.expert_biases
+            values += 2 * self._rows * (s.expert_gate_up_dim + s.shape.hidden_size) * s.expert_biases
         if s.qk_norm:
             # Queries and keys are normalised, and then concatenated with the values.
             values += 2 * (s.q_dim + s.kv_dim) + 2 * (s.q_dim + 2 * s.kv_dim)
@@ -307,12 +320,12 @@ class Roofline:
             e.normal_backward_passes * self._own_hidden
             + e.rotary_backward_passes * projected
             + 2 * self._attention_values
-            + (s.copies + s.shared_blocks) * e.activation_backward_passes * s.gate_up_dim / 2
+            + self._block_values * e.activation_backward_passes / 2
         )
         if s.experts:
             # Rows are gathered twice. The gradient of a weight is a sum of products. Gradients of a token are added
             # up.
-            values += s.copies * (7 * s.shape.hidden_size + 6 * self._weighed)
+            values += self._rows * (7 * s.shape.hidden_size + 6 * self._weighed)
             values += s.shape.hidden_size * (4 + 3 * s.shared_blocks) + self._router_values
         if s.qk_norm:
             values += 5 * (s.q_dim + s.kv_dim) + e.head_norm_passes * projected
@@ -338,9 +351,20 @@ class Roofline:
         return self.efficiency.attention_passes * (2 * self.sizes.q_dim + 2 * self.sizes.kv_dim)
 
     @property
+    def _rows(self) -> float:
+        """Rows of experts per token on the rank with the most rows."""
+        return self.busiest * self.sizes.copies
+
+    @property
+    def _block_values(self) -> float:
+        """Numbers per token before the activations of all feed-forward blocks."""
+        s = self.sizes
+        return self._rows * s.expert_gate_up_dim + s.shared_blocks * s.gate_up_dim
+
+    @property
     def _weighed(self) -> int:
         """Numbers per row of an expert that are multiplied by the expert's weight."""
-        return self.sizes.shape.hidden_size if self.sizes.weighs_inputs else self.sizes.ffn_dim
+        return self.sizes.shape.hidden_size if self.sizes.weighs_inputs else self.sizes.expert_dim
 
     @property
     def _router_values(self) -> float:

@@ -4,11 +4,11 @@ embedding, a layer or the head."""
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
 from realrl.planner.cost.call_context import CallContext
-from realrl.planner.cost.network import Ring
 from realrl.planner.memory.gathered import GatheredMemory, SectionBytes
 from realrl.program.arrays import Bools, Floats, Ints, Real
 
@@ -72,7 +72,7 @@ class ShardedTraffic:
         sizes, width = self._bytes, self.context.timing.element_bytes / 4
 
         def spread(section: SectionBytes) -> Floats:
-            return self._each(self._ring.all_gather, section.tensors, width * section.gradients)
+            return self._on_rings("all_gather", section, lambda part: width * part.gradients)
 
         ends = np.where(self._first, spread(sizes.embedding_section), 0.0)
         ends = ends + np.where(self._last, spread(sizes.head_section), 0.0)
@@ -85,7 +85,9 @@ class ShardedTraffic:
         reduce-scatter of its gradient.
         """
         rounds = int(self.context.strategies.zero == 3) + int(backward)
-        return rounds * self._bytes.layer_section.tensors * self.context.collective_host
+        section = self._bytes.layer_section
+        tensors = section.tensors + (0 if section.experts is None else section.experts.tensors)
+        return rounds * tensors * self.context.collective_host
 
     @cached_property
     def _bytes(self) -> GatheredMemory:
@@ -104,15 +106,26 @@ class ShardedTraffic:
     def _last(self) -> Bools:
         return self._stage == self.context.strategies.pp - 1
 
-    @property
-    def _ring(self) -> Ring:
-        return self.context.network.group("copies")
-
     def _gather(self, section: SectionBytes) -> Floats:
-        return self._each(self._ring.all_gather, section.tensors, section.parameters)
+        return self._on_rings("all_gather", section, lambda part: part.parameters)
 
     def _reduce(self, section: SectionBytes) -> Floats:
-        return self._each(self._ring.reduce_scatter, section.tensors, section.gradients)
+        return self._on_rings("reduce_scatter", section, lambda part: part.gradients)
+
+    def _on_rings(
+        self,
+        kind: Literal["all_gather", "reduce_scatter"],
+        section: SectionBytes,
+        count: Callable[[SectionBytes], Real],
+    ) -> Floats:
+        """Seconds of a section's collectives: those of ranks with the same parameters, and those of ranks with the
+        same experts."""
+        rings, experts = self.context.network.group, section.experts
+        if experts is None:
+            return self._each(getattr(rings("copies"), kind), section.tensors, count(section))
+        others = count(section) - count(experts)
+        seconds = self._each(getattr(rings("copies"), kind), section.tensors, others)
+        return seconds + self._each(getattr(rings("expert_copies"), kind), experts.tensors, count(experts))
 
     @staticmethod
     def _each(collective: Callable[[Real], Real], count: int, number_bytes: Real) -> Floats:

@@ -18,7 +18,7 @@ from realrl.planner.workload.batching import Chunks
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.planner.workload.strategies import Strategies
 from realrl.planner.workload.workload import Sampling
-from realrl.program.arrays import Floats, Ints, Real
+from realrl.program.arrays import Floats, Real
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,8 @@ class Timing:
         if measured is not None:
             return DeviceHostTime(self._exact * (measured + self._unmeasured(size.tokens)))
         layer = self._exact * self.roofline.layer(size.tokens, size.squares)
+        if self.sizes.ep > 1 and not self.device.cpu:
+            layer = layer + self.efficiency.expert_sync_operations * self.device.kernel_s
         return self._device_host_time(layer, self.efficiency.forward_operations + self._optional_operations)
 
     def backward(self, size: BatchSize) -> DeviceHostTime:
@@ -205,18 +207,20 @@ class Timing:
         mini-batch. The roofline counts 0."""
         return _or_nothing(self._measured("prepare", sequences, answer))
 
-    def update(self, elements: Real, dp: Ints) -> Real:
+    def update(self, elements: Real, own: Real) -> Real:
         """Predict the seconds of one optimizer step on a rank that stores `elements` trained parameters and updates
-        1 / `dp` of them.
+        `own` of them.
 
         A profile measures the update alone, without zeroing the float32 gradients of all `elements`.
         """
-        measured = self._measured("optimizer", elements / dp)
+        measured = self._measured("optimizer", own)
         clear = self._moved("clear", 4 * elements, self.efficiency.clear_bytes * elements)
         if measured is None:
-            return clear + self.roofline.traffic(self.efficiency.update_bytes * elements / dp)
+            return clear + self.roofline.traffic(self.efficiency.update_bytes * own)
         # Without data parallelism, gradients are copied instead of reduced: 4 bytes are read and 4 written.
-        return measured + clear + np.where(dp == 1, self._moved("copy", 4 * elements, 8 * elements), 0.0)
+        return (
+            measured + clear + np.where(own == elements, self._moved("copy", 4 * elements, 8 * elements), 0.0)
+        )
 
     def allocate(self, number_bytes: Real) -> Real:
         """Predict the seconds to allocate memory from the system, zeroing included."""
@@ -244,6 +248,7 @@ class Timing:
             # A shared block has two products, an activation and a sum.
             operations += self.efficiency.expert_operations + 4 * self.sizes.shared_blocks
             operations += self.efficiency.expert_bias_operations * self.sizes.expert_biases
+            operations += self.efficiency.expert_exchange_operations * (self.sizes.ep > 1)
             # Without a grouped kernel, each expert has two products of its own.
             operations += 0 if self._groups_products else 2 * self.sizes.experts
         return operations
@@ -306,6 +311,8 @@ class Timing:
     def _measured(self, kind: LayerKind, size: Real, context: Real = 0.0) -> Floats | None:
         if self.profile is None:
             return None
+        if self.sizes.ep > 1 and kind in ("forward", "backward", "prefill", "decode"):
+            return None  # profiles measure layers whose experts are cut
         shape = self.sizes.shape
         tp = 1 if kind in WHOLE else self.sizes.tp
         seconds = self.profile.seconds(kind, shape, self.dtype, tp, size, context)

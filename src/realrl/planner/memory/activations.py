@@ -56,6 +56,8 @@ class Activations:
     """The call's candidates."""
     decode_graphs: bool = False
     """Whether decode steps are CUDA graphs."""
+    expert_spread: float = 0.0
+    """`Efficiency.expert_spread`."""
 
     def inferring(self, tokens: Real, *, layers: Ints, stage: Ints, chunks: Ints) -> Parts:
         """Compute the peak of an inference call: in the embedding, in a layer, or at the logits."""
@@ -190,6 +192,7 @@ class Activations:
     @cached_property
     def layer(self) -> LayerMemory:
         return LayerMemory(
+            expert_spread=self.expert_spread,
             sizes=self.sizes,
             strategies=self.strategies,
             element_bytes=self.element_bytes,

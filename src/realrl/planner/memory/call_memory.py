@@ -184,7 +184,7 @@ class MemoryModel:
             chunks = split_all_work(work, strategies, self.efficiency.pass_chunks_per_stage)
         whole_tokens = chunks.peak.tokens
         tokens = whole_tokens / strategies.cp
-        sizes = size_shards(model, strategies.tp)
+        sizes = size_shards(model, strategies.tp, strategies.ep)
         activations = Activations(
             sizes=sizes,
             # Generation does not use sequence parallelism, which pays off for long sequences only.
@@ -193,6 +193,7 @@ class MemoryModel:
             cpu=cpu,
             lengths=chunks.peak.lengths,
             candidates=call.candidates,
+            expert_spread=self.efficiency.expert_spread,
             decode_graphs=self.efficiency.decode_graphs
             and sizes.runs_ahead(strategies.dtype_of(model), exact=model.exact, device=device),
         )
@@ -249,7 +250,7 @@ class MemoryModel:
         width = ELEMENT_BYTES[strategies.dtype_of(model)]
         cut = strategies.zero == 3
         return {
-            name: element_width(name, width) * self._pad_all(model, strategies, name, cut=cut)
+            name: element_width(name, width) * self._pad_all(model, strategies, name, cut=cut)[0]
             for name in model.part.sets
         }
 
@@ -261,21 +262,27 @@ class MemoryModel:
     ) -> TrainingState:
         """Training state on each stage, with parameters of `element_bytes` bytes."""
         name = next(name for name, updated in model.part.sets.items() if updated)
-        elements = self._pad_all(model, strategies, name, cut=strategies.zero > 1)
-        return count_training_state(strategies.zero, strategies.copies, elements, element_bytes)
+        elements, own = self._pad_all(model, strategies, name, cut=strategies.zero > 1)
+        return count_training_state(strategies.zero, elements, own, element_bytes)
 
-    def _pad_all(self, model: StoredModel, strategies: Strategies, name: str, *, cut: bool) -> Ints:
-        """Number of elements of a set that each stage stores, padded as in `_padded`, [stages, strategies].
+    def _pad_all(
+        self, model: StoredModel, strategies: Strategies, name: str, *, cut: bool
+    ) -> tuple[Ints, Ints]:
+        """Number of elements of a set that each stage stores, padded so that every bucket divides evenly among the
+        ranks that store the same. Also the number of elements in a rank's shares of the buckets. [stages,
+        strategies]
 
         If `cut`, each of the ranks with the same parameters stores only its own rows.
         """
-        local, stages = size_shards(model, strategies.tp), int(strategies.pp.max())
-        degrees = zip(strategies.copies.tolist(), strategies.pp.tolist(), strict=True)
-        sizes = (
-            _padded(local.cut_sets(copies)[name], 1, pp) if cut else _padded(local.sets[name], copies, pp)
-            for copies, pp in degrees
-        )
-        return np.array([of_stages + (0,) * (stages - len(of_stages)) for of_stages in sizes]).T
+        local, stages = size_shards(model, strategies.tp, strategies.ep), int(strategies.pp.max())
+        copies, experts = strategies.copies.tolist(), strategies.expert_copies.tolist()
+        found = []
+        for all_copies, expert_copies, pp in zip(copies, experts, strategies.pp.tolist(), strict=True):
+            sizes = local.cut_sets(all_copies, expert_copies)[name] if cut else local.sets[name]
+            replicas = (1, 1) if cut else (all_copies, expert_copies)
+            found.append(_pad_stages(sizes, *replicas, pp) + ((0, 0),) * (stages - pp))
+        stored, own = np.array(found).transpose(2, 1, 0)
+        return stored, own
 
 
 def _pick(parts: Parts, stage: int) -> dict[str, int]:
@@ -284,12 +291,20 @@ def _pick(parts: Parts, stage: int) -> dict[str, int]:
 
 
 @lru_cache(maxsize=4096)
-def _padded(sizes: SetSizes, replicas: int, pp: int) -> tuple[int, ...]:
-    """Number of elements that each stage stores, padded so that every bucket divides evenly among `replicas`
-    ranks."""
-    stages = sizes.stage_elements(pp)
-    multiples = [replicas * bucket_count(elements) for elements in stages]
-    return tuple(-(-n // multiple) * multiple for n, multiple in zip(stages, multiples, strict=True))
+def _pad_stages(sizes: SetSizes, replicas: int, expert_replicas: int, pp: int) -> tuple[tuple[int, int], ...]:
+    """Elements that each stage stores, padded for `replicas` ranks, with whole experts for `expert_replicas` ranks.
+    Returns the elements of each stage, and those in a rank's shares."""
+    stages = []
+    for others, experts in zip(sizes.stage_elements(pp), sizes.stage_experts(pp), strict=True):
+        padded = _pad(others, replicas), _pad(experts, expert_replicas)
+        stages.append((sum(padded), padded[0] // replicas + padded[1] // expert_replicas))
+    return tuple(stages)
+
+
+def _pad(elements: int, replicas: int) -> int:
+    """Pad elements so that every bucket divides evenly among `replicas` ranks."""
+    multiple = replicas * bucket_count(elements)
+    return -(-elements // multiple) * multiple
 
 
 def _usable(group: NodeGroup, cluster: Cluster) -> int:

@@ -66,22 +66,23 @@ def world_bytes(cluster: Cluster) -> int:
 def count_layout_bytes(placements: Iterable[Placement], cluster: Cluster) -> int:
     """Compute the bytes per device of the process groups of several placements. Placements with equal meshes and
     degrees share groups."""
-    keys = {(p.mesh, p.strategy.degrees) for p in placements}
-    return sum(_layout_bytes(mesh.nodes(cluster), degrees) for mesh, degrees in keys)
+    keys = {(p.mesh, p.strategy.degrees, p.strategy.ep) for p in placements}
+    return sum(_layout_bytes(mesh.nodes(cluster), degrees, ep) for mesh, degrees, ep in keys)
 
 
 @lru_cache(maxsize=4096)
-def _layout_bytes(nodes: Cluster, degrees: Degrees) -> int:
+def _layout_bytes(nodes: Cluster, degrees: Degrees, ep: int) -> int:
     """Bytes per device of a layout's process groups on these nodes. If groups of a role differ, the one with the
     most bytes counts."""
     if nodes.size == 1:
         return 0
-    placement = Placement(Mesh(0, nodes.size), Strategy(degrees=degrees))
+    placement = Placement(Mesh(0, nodes.size), Strategy(degrees=degrees, ep=ep))
     groups: dict[Role, list[RankSet]] = defaultdict(list)
     devices, stage = nodes.runs[0][1], nodes.size // degrees["pp"]
     if (
         nodes.even
         and devices % (degrees["cp"] * degrees["tp"]) == 0
+        and (devices % ep == 0 or ep % devices == 0)
         and (devices % stage == 0 or stage % devices == 0)
     ):
         # Stages begin at nodes, or divide them evenly, so the groups of all ranks span nodes in the same way.

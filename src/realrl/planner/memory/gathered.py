@@ -2,17 +2,19 @@
 section is the embedding, a layer, or the final norm with the head."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from realrl.layout.sets import element_width
-from realrl.planner.workload.shard_sizes import LocalSizes
+from realrl.planner.workload.shard_sizes import LocalSizes, SetSizes
 from realrl.planner.workload.strategies import Strategies
-from realrl.program.arrays import Bools, Ints, apply_each
+from realrl.program.arrays import Bools, Ints
 
 _FLOAT32 = 4
+_EXPERT_TENSORS = 2
+"""Number of parameter tensors of a layer's experts: gate and up, and down."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +28,10 @@ class SectionBytes:
     sums: Ints
     """Float32 gradients of a rank's own rows, after the reduce-scatter."""
     tensors: int
-    """Number of parameter tensors in the section. Each has its own collective."""
+    """Number of parameter tensors in the section, without those of whole experts. Each has its own collective."""
+    experts: "SectionBytes | None" = None
+    """The part of the bytes for whole experts, which other ranks gather and reduce. None without expert
+    parallelism."""
 
 
 @dataclass(frozen=True)
@@ -85,14 +90,17 @@ class GatheredMemory:
             return np.zeros_like(self.strategies.pp)
         width = self.element_bytes
 
-        def count(copies: int) -> int:
-            cut = self.sizes.cut_sets(copies)
+        def count(copies: int, expert_copies: int) -> int:
+            cut = self.sizes.cut_sets(copies, expert_copies)
             (trained,) = [of for name, of in cut.items() if self.sizes.part.sets[name]]
-            sections = sorted((trained.embedding, trained.layer, trained.layer, trained.end), key=max)
             # Below float32, a rank first makes a rounded copy of its rows.
-            return (copies * width + (width if width < _FLOAT32 else 0)) * sum(map(max, sections[-2:]))
+            rounded = width if width < _FLOAT32 else 0
+            layer = (copies * width + rounded) * max(trained.layer)
+            layer += (expert_copies * width + rounded) * trained.experts
+            ends = [(copies * width + rounded) * max(rows) for rows in (trained.embedding, trained.end)]
+            return sum(sorted((layer, layer, *ends))[-2:])
 
-        return apply_each(count, self.strategies.copies)
+        return _apply_pairs(count, self.strategies)
 
     @cached_property
     def layer_section(self) -> SectionBytes:
@@ -120,32 +128,54 @@ class GatheredMemory:
         return np.where(last_stage, head.gradients + head.sums, 0)
 
     def _section(self, name: str) -> SectionBytes:
-        copies, shares = self.strategies.copies, self.strategies.zero == 3
-        sums = apply_each(self._counter(name, lambda of: _FLOAT32 * self.sizes.part.sets[of]), copies)
-        rows = apply_each(self._counter(name, lambda of: element_width(of, self.element_bytes)), copies)
+        found = self._part(name, lambda sizes: max(getattr(sizes, name)), self.strategies.copies)
+        tensors = self.sizes.parameter_counts[name]
+        if name != "layer" or self.sizes.ep == 1:
+            return replace(found, tensors=tensors)
+        experts = self._part(name, lambda sizes: sizes.experts, self.strategies.expert_copies)
         return SectionBytes(
-            parameters=copies * rows if shares else np.zeros_like(copies),
-            gradients=copies * sums,
-            sums=sums,
-            tensors=self.sizes.parameter_counts[name],
+            parameters=found.parameters + experts.parameters,
+            gradients=found.gradients + experts.gradients,
+            sums=found.sums + experts.sums,
+            tensors=tensors - _EXPERT_TENSORS,
+            experts=replace(experts, tensors=_EXPERT_TENSORS),
         )
 
-    def _counter(self, name: str, width: Callable[[str], int]) -> Callable[[int], int]:
-        """Make a function that counts the bytes of one rank's rows of a section, given the number of ranks with
-        the same parameters.
+    def _part(self, name: str, elements: Callable[[SetSizes], int], ranks: Ints) -> SectionBytes:
+        """Count the bytes of a section, or of its whole experts. `elements` returns the elements of one rank's rows
+        in a parameter set; `ranks` ranks divide the rows."""
+        sums = self._count(name, elements, lambda of: _FLOAT32 * self.sizes.part.sets[of])
+        rows = self._count(name, elements, lambda of: element_width(of, self.element_bytes))
+        return SectionBytes(
+            parameters=ranks * rows if self.strategies.zero == 3 else np.zeros_like(ranks),
+            gradients=ranks * sums,
+            sums=sums,
+            tensors=0,
+        )
 
-        `width` returns the bytes per element of a parameter set. The section "layer" is the larger one of the first
-        and the last layer, because their parameters may be in different sets.
+    def _count(self, name: str, elements: Callable[[SetSizes], int], width: Callable[[str], int]) -> Ints:
+        """Count the bytes of one rank's rows of a section. `width` returns the bytes per element of a set.
+
+        The section "layer" is the larger one of the first and the last layer, because their parameters may be in
+        different sets.
         """
 
-        def count(copies: int) -> int:
+        def count(copies: int, expert_copies: int) -> int:
             return max(
                 sum(
-                    width(of) * max(getattr(sizes, name))
-                    for of, sizes in self.sizes.cut_sets(copies).items()
+                    width(of) * elements(sizes)
+                    for of, sizes in self.sizes.cut_sets(copies, expert_copies).items()
                     if name != "layer" or number in sizes.layers
                 )
                 for number in (0, self.sizes.shape.layers - 1)
             )
 
-        return count
+        return _apply_pairs(count, self.strategies)
+
+
+def _apply_pairs(count: Callable[[int, int], int], strategies: Strategies) -> Ints:
+    """Apply a function to the number of ranks with the same parameters, and of those with the same experts, of each
+    strategy."""
+    pairs = [*zip(strategies.copies.tolist(), strategies.expert_copies.tolist(), strict=True)]
+    known = {pair: count(*pair) for pair in {*pairs}}
+    return np.array([known[pair] for pair in pairs], dtype=np.int64)

@@ -15,6 +15,7 @@ from realrl.layout import limits
 from realrl.layout.limits import ADDED_ELEMENTS, bucket_lengths
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.planner.workload.strategies import Strategies
+from realrl.planner.workload.workload import compute_imbalance
 from realrl.program.arrays import Floats, Ints, Real, truncate
 
 
@@ -40,6 +41,8 @@ class LayerMemory:
     element_bytes: int
     cpu: bool
     lengths: Sequence[tuple[int, ...]]
+    expert_spread: float = 0.0
+    """`Efficiency.expert_spread`."""
 
     @cached_property
     def hidden(self) -> int:
@@ -138,9 +141,21 @@ class LayerMemory:
         """
         if not self.sizes.experts:
             return self._kept_shared
-        weighed = self.hidden if self.sizes.weighs_inputs else self.sizes.ffn_dim
-        rows = self.sizes.copies * (self.sizes.gate_up_dim + self.sizes.ffn_dim + weighed)
+        inner, gate_up = self.sizes.expert_dim, self.sizes.expert_gate_up_dim
+        weighed = self.hidden if self.sizes.weighs_inputs else inner
+        rows = self._rows * (gate_up + inner + weighed + self._arrived)
         return rows + self._probabilities + self._choices + self._kept_shared
+
+    @property
+    def _rows(self) -> float:
+        """Rows of experts per token on the EP rank with the most rows."""
+        sizes = self.sizes
+        return sizes.copies * compute_imbalance(sizes.experts, sizes.ep, self.expert_spread)
+
+    @property
+    def _arrived(self) -> int:
+        """Elements of a row that has arrived from another EP rank, and is kept."""
+        return self.hidden if self.sizes.ep > 1 else 0
 
     @property
     def _kept_shared(self) -> int:
@@ -152,15 +167,15 @@ class LayerMemory:
         """Peak elements per token of a mixture of experts without gradients, in addition to its input.
 
         A token has one row for each of its k experts. The peak is the largest of three moments. The first holds
-        copies of the input with gate and up, and the second holds gate and up with their product. The third holds
-        the experts' outputs, in two orders, with their sum. On a CPU, gate and up of one expert exist twice at the
-        first moment.
+        copies of the input with gate and up, and rows that have arrived from other EP ranks. The second holds gate
+        and up with their product. The third holds the experts' outputs, in two orders, with their sum. On a CPU,
+        gate and up of one expert exist twice at the first moment.
         """
-        inner, gate_up = self.sizes.ffn_dim, self.sizes.gate_up_dim
-        k = self.sizes.copies
-        apart = k / self.sizes.experts if self.cpu else 0
+        inner, gate_up = self.sizes.expert_dim, self.sizes.expert_gate_up_dim
+        k = self._rows
+        apart = k * self.sizes.ep / self.sizes.experts if self.cpu else 0
         rows = max(
-            k * (self.hidden + gate_up) + apart * gate_up,
+            k * (self._arrived + self.hidden + gate_up) + apart * gate_up,
             k * (gate_up + inner),
             (2 * k + 1) * self.hidden,
         )
@@ -181,7 +196,7 @@ class LayerMemory:
         experts also need the expert of each row, an int64, and its weight, which is 1 before the activation.
         """
         biased = self.sizes.expert_biases
-        return self.sizes.copies * ((4 + biased) * 8 / self.element_bytes + (2 + biased) * self._float32)
+        return self._rows * ((4 + biased) * 8 / self.element_bytes + (2 + biased) * self._float32)
 
     @property
     def _kept_adapters(self) -> int:
@@ -266,9 +281,9 @@ class LayerMemory:
 
         The backward pass gathers the rows of each expert again, for the gradients of its matrices.
         """
-        inner, gate_up, hidden = self.sizes.ffn_dim, self.sizes.gate_up_dim, self.hidden
+        inner, gate_up, hidden = self.sizes.expert_dim, self.sizes.expert_gate_up_dim, self.hidden
         gathered = hidden if self.strategies.sequence_parallel else 0
-        k = self.sizes.copies
+        k = self._rows
         moments = [
             # The experts' outputs at the end of the forward pass, in the order of experts and in the order of
             # tokens.

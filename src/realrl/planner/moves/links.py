@@ -1,7 +1,7 @@
 """Reallocation time from the load on node and device links, vectorised over pairs of layouts."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 
@@ -103,6 +103,8 @@ class ParameterBytes:
     tied: bool = False
     held: tuple[int, ...] | None = None
     """Indices of the layers that have parameters in the set. None means all layers."""
+    experts: float = 0.0
+    """Bytes of experts in `layer`. Expert parallelism gives them a layout of their own."""
 
     @classmethod
     def of(cls, model: StoredModel, width: int, name: str = BASE) -> "ParameterBytes":
@@ -117,7 +119,14 @@ class ParameterBytes:
             end=sizes.end[0] * width,
             tied=sizes.tied,
             held=None if len(sizes.layers) == sizes.layers_of_model else sizes.layers,
+            experts=_count_expert_elements(model, name) * width,
         )
+
+    @cached_property
+    def parts(self) -> "tuple[ParameterBytes, ParameterBytes]":
+        """The parameters outside experts, and the experts."""
+        others = replace(self, layer=self.layer - self.experts, experts=0.0)
+        return others, replace(self, layer=self.experts, embedding=0.0, end=0.0, experts=0.0)
 
     @property
     def stack(self) -> float:
@@ -174,10 +183,12 @@ class LinkTransfers:
         """Compute the seconds of each pair of layouts. They are 0 if the layouts are equal."""
         result = np.zeros(len(source.first))
         half = (source.dtype == HALF) | (target.dtype == HALF)
-        for moving, pairs in ((self.weights, ~half), (self.halves, half)):
-            for part in self._parts(np.flatnonzero(pairs), self.cluster.nodes):
-                for weights in moving[role]:
-                    result[part] += self._seconds(weights, source[part], target[part])
+        apart = (source.ep > 1) | (target.ep > 1)
+        for moving, narrow in ((self.weights, ~half), (self.halves, half)):
+            for pairs, split in ((narrow & ~apart, False), (narrow & apart, True)):
+                for part in self._parts(np.flatnonzero(pairs), self.cluster.nodes):
+                    for one in _list_moves(moving[role], source[part], target[part], split=split):
+                        result[part] += self._seconds(*one)
         return result
 
     def one(self, role: str, source: Placement, target: Placement) -> float:
@@ -191,17 +202,22 @@ class LinkTransfers:
         """
         result = np.zeros((len(source.first), len(target.first)))
         half = (source.dtype == HALF)[:, None] | (target.dtype == HALF)
-        for moving, pairs in ((self.weights, ~half), (self.halves, half)):
-            if pairs.any():
-                result += np.where(pairs, sum(self._least(w, source, target) for w in moving[role]), 0.0)
+        apart = (source.ep > 1)[:, None] | (target.ep > 1)
+        for moving, narrow in ((self.weights, ~half), (self.halves, half)):
+            for pairs, split in ((narrow & ~apart, False), (narrow & apart, True)):
+                if pairs.any():
+                    moves = _list_moves(moving[role], source, target, split=split)
+                    result += np.where(pairs, sum(self._least(*one) for one in moves), 0.0)
         return result
 
     def sent(self, role: str, source: Layouts, target: Layouts) -> Pair:
         """Compute the bytes that all devices receive, and the part of these bytes that crosses nodes, [pairs]."""
-        totals = []
-        for bounds in (self._devices, self._nodes):
-            received = [self._lacking(weights, source, target, bounds)[0] for weights in self.weights[role]]
-            totals.append(np.asarray(np.sum(received, axis=(0, 1))))
+        apart = (source.ep > 1) | (target.ep > 1)
+        totals = [np.zeros(len(apart)) for _ in range(2)]
+        for pairs, split in ((np.flatnonzero(~apart), False), (np.flatnonzero(apart), True)):
+            for one in _list_moves(self.weights[role], source[pairs], target[pairs], split=split):
+                for total, bounds in zip(totals, (self._devices, self._nodes), strict=True):
+                    total[pairs] += self._lacking(*one, bounds)[0].sum(axis=0)
         return totals[0], totals[1]
 
     @cached_property
@@ -318,7 +334,8 @@ class LinkTransfers:
         held = self._boxes(weights, source, bounds)
         needed = self._boxes(weights, target, bounds)
         layers, embedding = needed.whole
-        layers_held, embedding_held = needed.common(held, source.sharded == target.sharded)
+        alike = (source.sharded == target.sharded) & (source.degree("ep") == 1) == (target.degree("ep") == 1)
+        layers_held, embedding_held = needed.common(held, alike)
         layers = layers - layers_held
         embedding = weights.embedding * (embedding - embedding_held)
         distinct = np.minimum(layers.sum(axis=0), weights.stack + weights.end)
@@ -427,6 +444,27 @@ class _KnownPairs:
         """Return a table to which pairs are added that were not known."""
         place = np.searchsorted(self.pairs, pairs)
         return _KnownPairs(np.insert(self.pairs, place, pairs), np.insert(self.seconds, place, seconds))
+
+
+def _list_moves(
+    sets: Iterable[ParameterBytes], source: Layouts, target: Layouts, *, split: bool
+) -> Iterator[tuple[ParameterBytes, Layouts, Layouts]]:
+    """List the moves of parameter sets between layouts. With `split`, experts have layouts of their own, and so
+    moves of their own."""
+    for weights in sets if len(source.first) and len(target.first) else ():
+        if split and weights.experts:
+            others, experts = weights.parts
+            yield others, source, target
+            yield experts, source.for_experts(), target.for_experts()
+        else:
+            yield weights, source, target
+
+
+def _count_expert_elements(model: StoredModel, name: str) -> int:
+    """Count the elements of experts in each layer of a parameter set."""
+    of = model.sets[name]
+    first = of.layers[0] if of.layers else None
+    return sum(tensor.numel for tensor in of.tensors if tensor.expert is not None and tensor.layer == first)
 
 
 def _into_empty(holding: Ints, needed: Boxes, weights: ParameterBytes) -> Floats:

@@ -18,9 +18,10 @@ TYPES: tuple[Dtype | None, ...] = (None, *DTYPES.values())
 """Data types of parameters. None means the role's own type."""
 HALF = TYPES.index("bfloat16")
 
-_DEGREE_BITS = 28
-"""Number of bits of a layout's code for the degrees of all axes except one. The other bits hold the mesh and the
-data type."""
+_DEGREE_BITS = 32
+"""Number of bits of a layout's code for the number of its degrees."""
+_NUMBERS: dict[tuple[int, ...], int] = {}
+"""Number of each combination of degrees that a code has had."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Layouts:
     """First rank of the mesh."""
     degrees: tuple[Ints, ...]
     """Degrees of parallelism, one column per axis, in the order of `plan.axes.AXES`."""
+    ep: Ints
+    """Degree of expert parallelism, whose ranks are among those of `degrees` (`Strategy.ep`)."""
     sharded: Ints
     """1 if ranks with the same parameters shard them (ZeRO-3), otherwise 0."""
     dtype: Ints
@@ -40,18 +43,31 @@ class Layouts:
     def of(cls, placements: Iterable[Placement]) -> "Layouts":
         """Build columns from placements, in their order."""
         rows = [
-            (p.mesh.first, s.shards_parameters, TYPES.index(s.dtype), *s.degrees.values)
+            (p.mesh.first, s.shards_parameters, TYPES.index(s.dtype), s.ep, *s.degrees.values)
             for p in placements
             for s in [p.strategy]
         ]
-        table = np.array(rows, dtype=np.int64).reshape(len(rows), 3 + len(axis_names()))
+        table = np.array(rows, dtype=np.int64).reshape(len(rows), 4 + len(axis_names()))
         # Each column is contiguous, since the search selects among some hundred thousand rows.
-        first, sharded, dtype, *degrees = (np.ascontiguousarray(column) for column in table.T)
-        return cls(first, tuple(degrees), sharded, dtype)
+        first, sharded, dtype, ep, *degrees = (np.ascontiguousarray(column) for column in table.T)
+        return cls(first, tuple(degrees), ep, sharded, dtype)
 
     def __getitem__(self, index: Ints) -> "Layouts":
         degrees = tuple(degree[index] for degree in self.degrees)
-        return Layouts(self.first[index], degrees, self.sharded[index], self.dtype[index])
+        return Layouts(self.first[index], degrees, self.ep[index], self.sharded[index], self.dtype[index])
+
+    def for_experts(self) -> "Layouts":
+        """Make the experts' own layouts (`Strategy.for_experts`)."""
+        apart = self.size // self.stages // self.ep
+        folded = {**dict.fromkeys(axis_names(), np.ones_like(self.ep)), "dp": apart, "ep": self.ep}
+        for axis in axes_dividing(Divided.LAYERS):
+            folded[axis] = self.degree(axis)
+        degrees = tuple(
+            np.where(self.ep > 1, folded[axis], own)
+            for axis, own in zip(axis_names(), self.degrees, strict=True)
+        )
+        sharded = np.where((self.ep > 1) & (apart == 1), 0, self.sharded)
+        return Layouts(self.first, degrees, np.ones_like(self.ep), sharded, self.dtype)
 
     def degree(self, *axes: str) -> Ints:
         """Number of ranks along some axes, at least one."""
@@ -79,8 +95,8 @@ class Layouts:
 
     @cached_property
     def cuts(self) -> Ints:
-        """Number of parts into which matrices are cut."""
-        return self.degree(*axes_dividing(Divided.MATRICES))
+        """Number of parts into which matrices, or the experts of a layer, are cut."""
+        return self.degree(*axes_dividing(Divided.MATRICES, Divided.EXPERTS))
 
     @cached_property
     def parts(self) -> Ints:
@@ -90,14 +106,14 @@ class Layouts:
     @cached_property
     def codes(self) -> Ints:
         """Integer code of each layout. Equal codes mean equal layouts."""
-        code = self.first * 65536 + self.size
-        # The degree of the first axis follows from the size and the others.
-        others = self.degrees[1:]
-        bits = _DEGREE_BITS // len(others)
-        for degrees in others:
-            assert degrees.size == 0 or degrees.max() < 1 << bits, "degrees fit their bits"
-            code = (code << bits) + degrees
-        return (code * 2 + self.sharded) * len(TYPES) + self.dtype
+        columns = [*self.degrees, self.ep]
+        shapes, which = np.unique(np.stack(columns), axis=1, return_inverse=True)
+        # Degrees are numbered for the whole process, because codes of several objects are compared.
+        numbers = np.array([_NUMBERS.setdefault(tuple(shape), len(_NUMBERS)) for shape in shapes.T.tolist()])
+        degrees = numbers[which.reshape(-1)] if len(numbers) else np.zeros_like(self.first)
+        return (
+            ((self.first << _DEGREE_BITS) + degrees) * 2 * len(TYPES) + self.sharded * len(TYPES) + self.dtype
+        )
 
 
 @lru_cache(maxsize=64)

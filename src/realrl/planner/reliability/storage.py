@@ -59,8 +59,9 @@ def count_traffic(scenario: Scenario, homes: Mapping[str, Placement]) -> Storage
         model, strategy = scenario.models[role], home.strategy
         ranks = home.mesh.size // strategy.pp
         saved = np.repeat(_saved_stages(scenario, role, strategy.tp, strategy.pp) / strategy.copies, ranks)
-        sizes, width = size_shards(model, strategy.tp), model.width(strategy)
-        stored = sizes.cut_sets(strategy.copies) if strategy.shards_parameters else sizes.sets
+        sizes, width = size_shards(model, strategy.tp, strategy.ep), model.width(strategy)
+        copies = strategy.copies, strategy.for_experts().copies
+        stored = sizes.cut_sets(*copies) if strategy.shards_parameters else sizes.sets
         weights = {name: element_width(name, width) for name in stored}
         here = slice(home.mesh.first, home.mesh.first + home.mesh.size)
         written[here] += saved
@@ -105,5 +106,5 @@ def _by_stage(sets: Mapping[str, SetSizes], widths: Mapping[str, float], pp: int
     """Bytes of parameter sets on each stage, [stages]. `widths`: bytes of an element of each set."""
     total = np.zeros(pp)
     for name, sizes in sets.items():
-        total += widths[name] * np.array(sizes.stage_elements(pp))
+        total += widths[name] * (np.array(sizes.stage_elements(pp)) + sizes.stage_experts(pp))
     return total

@@ -97,6 +97,8 @@ def _neighbours(scenario: Scenario, call: Call, placement: Placement) -> Iterato
         changes.append(s.with_degrees(cp=s.cp // 2, dp=2 * s.dp))
     if s.pp % 2 == 0:
         changes.append(s.with_degrees(pp=s.pp // 2, dp=2 * s.dp))
+    if s.ep % 2 == 0:
+        changes.append(s.with_degrees(ep=s.ep // 2))
     for strategy in changes:
         yield Placement(placement.mesh, strategy)
 
@@ -202,7 +204,7 @@ def _pick(candidates: tuple[Candidate, ...], seconds: list[float], fill: list[fl
 _RESPECTS: Mapping[str, Callable[[Candidate], object]] = {
     "size": lambda one: one.placement.mesh.size,
     "place": lambda one: one.placement.mesh,
-    "degrees": lambda one: one.placement.strategy.degrees,
+    "degrees": lambda one: one.placement.strategy.shown_degrees,
     "type": lambda one: one.placement.strategy.dtype,
     "stage of ZeRO": lambda one: one.placement.strategy.zero,
     "recomputation": lambda one: one.placement.strategy.recompute,

@@ -12,9 +12,18 @@ import numpy as np
 from realrl.config.errors import UserError
 from realrl.dataflow.asynchrony import overlap_all, overlap_sampling
 from realrl.dataflow.call import Call, Kind
+from realrl.families.shape import ModelShape
 from realrl.layout.sets import QUANTISED
 from realrl.plan.axes import list_degrees
-from realrl.plan.placement import ZERO_STAGES, Dtype, Mesh, Placement, Strategy, function_placement
+from realrl.plan.placement import (
+    ZERO_STAGES,
+    Dtype,
+    Mesh,
+    Placement,
+    Strategy,
+    divides_experts,
+    function_placement,
+)
 from realrl.plan.plan import Plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec, Site
 from realrl.planner.cluster.devices import DeviceKind
@@ -83,9 +92,10 @@ def list_strategies(
     zero: tuple[int, ...] = (1,),
     dtypes: tuple[Dtype | None, ...] = (None,),
     contexts: tuple[int, ...] = (1,),
+    experts: tuple[int, ...] = (1,),
 ) -> Iterator[Strategy]:
     """Enumerate strategies on `size` devices. The TP degree divides `divided`, the number of devices of each
-    node. `contexts` are CP degrees."""
+    node. `contexts` are CP degrees, and `experts` EP degrees."""
     allowed = {
         "cp": contexts,
         "tp": [tp for tp in range(1, min(divided, heads) + 1) if divided % tp == 0],
@@ -93,9 +103,13 @@ def list_strategies(
     }
     for degrees in list_degrees(size, allowed, rest="dp"):
         stages = tuple(stage for stage in zero if stage == 1 or degrees.copies > 1)
-        for tokens, recomputes, stage, dtype in product(micro_batch_tokens, recompute, stages, dtypes):
+        divided_experts = [ep for ep in experts if divides_experts(degrees, ep)]
+        for tokens, recomputes, stage, dtype, ep in product(
+            micro_batch_tokens, recompute, stages, dtypes, divided_experts
+        ):
             yield Strategy(
                 degrees=degrees,
+                ep=ep,
                 micro_batch_tokens=tokens,
                 sequence_parallel=degrees["tp"] > 1,
                 recompute=recomputes,
@@ -125,6 +139,15 @@ def list_context_degrees(kind: Kind, work: CallWork) -> tuple[int, ...]:
     return tuple(1 << doublings for doublings in range(max(1, most.bit_length())))
 
 
+def list_expert_degrees(kind: Kind, shape: ModelShape) -> tuple[int, ...]:
+    """Enumerate EP degrees: powers of two that divide the number of experts. Generation has none, and neither have
+    quantised experts."""
+    if shape.mixture is None or shape.quantised is not None or kind is Kind.GENERATE:
+        return (1,)
+    doublings = range(shape.mixture.experts.bit_length())
+    return tuple(1 << n for n in doublings if shape.mixture.experts % (1 << n) == 0)
+
+
 def _tidy(begin: int, nodes: int, total: int) -> bool:
     if nodes == total:
         return True
@@ -147,6 +170,8 @@ class SearchSpace:
     """Stages of ZeRO that train calls may have."""
     contexts: tuple[int, ...] | None = None
     """CP degrees of train and inference calls. None means the degrees of `list_context_degrees`."""
+    experts: tuple[int, ...] | None = None
+    """EP degrees of train and inference calls, among those of `list_expert_degrees`. None means all of these."""
     dtypes: tuple[Dtype, ...] = ()
     """Data types that parameters of calls may have in addition to the model's own. Train calls keep the model's own
     type."""
@@ -306,6 +331,10 @@ class _Builder:
         contexts = self.search_space.contexts
         if contexts is None or call.kind is Kind.GENERATE:
             contexts = list_context_degrees(call.kind, work)
+        allowed = self.search_space.experts
+        experts = tuple(
+            ep for ep in list_expert_degrees(call.kind, shape) if allowed is None or ep in allowed
+        )
         for strategy in list_strategies(
             mesh.size,
             divided,
@@ -316,6 +345,7 @@ class _Builder:
             zero,
             self._dtypes(call),
             contexts,
+            experts,
         ):
             if strategy.dp * least <= work.items // work.minibatches and not (
                 model.exact and strategy.tp > 1

@@ -52,7 +52,9 @@ def drop_dominated(ways: Ways) -> Ways:
     """
     numbers: dict[tuple[object, ...], int] = {}
     layouts = [
-        numbers.setdefault((s.degrees, s.sequence_parallel, s.dtype, s.shards_parameters, keep), len(numbers))
+        numbers.setdefault(
+            (s.degrees, s.ep, s.sequence_parallel, s.dtype, s.shards_parameters, keep), len(numbers)
+        )
         for s, keep in zip(ways.strategies, ways.keep.tolist(), strict=True)
     ]
     moving = (ways.weights_bytes, ways.load_seconds, ways.unload_seconds)

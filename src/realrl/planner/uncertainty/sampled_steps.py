@@ -78,7 +78,7 @@ SPREADS: Mapping[TimeSource, Spread] = {
     "profile": Spread(
         machine=0.10,
         call=0.06,
-        terms={"tensor": 0.25, "context": 0.25, "data": 0.2, "pipeline": 0.2, "launch": 0.2},
+        terms={"tensor": 0.25, "context": 0.25, "experts": 0.3, "data": 0.2, "pipeline": 0.2, "launch": 0.2},
         other_terms=0.04,
     ),
     # An engine may be slower than the operators in a table. It has other attention kernels than vLLM, clocks drop
@@ -89,7 +89,14 @@ SPREADS: Mapping[TimeSource, Spread] = {
     "tables": Spread(
         machine=0.18,
         call=0.08,
-        terms={"compute": 0.08, "decode": 0.12, "tensor": 0.15, "context": 0.15, "launch": 0.4},
+        terms={
+            "compute": 0.08,
+            "decode": 0.12,
+            "tensor": 0.15,
+            "context": 0.15,
+            "experts": 0.3,
+            "launch": 0.4,
+        },
         other_terms=0.2,
     ),
     # The sources of `Efficiency` allow 0.65 to 0.8 of the peak for products, 0.3 to 0.6 for attention, and 0.77 to
@@ -98,7 +105,7 @@ SPREADS: Mapping[TimeSource, Spread] = {
     "data sheet": Spread(
         machine=0.2,
         call=0.1,
-        terms={"compute": 0.15, "launch": 0.4, "tensor": 0.3, "context": 0.3},
+        terms={"compute": 0.15, "launch": 0.4, "tensor": 0.3, "context": 0.3, "experts": 0.3},
         other_terms=0.2,
     ),
 }
@@ -123,7 +130,7 @@ TABLES_OF_TERMS: Mapping[str, str] = {
 """Term -> table of operators whose residual is the error of this term in each call."""
 
 
-_TRANSFERS = ("tensor", "context", "data", "pipeline")
+_TRANSFERS = ("tensor", "context", "experts", "data", "pipeline")
 """Terms of communication."""
 
 
@@ -245,7 +252,7 @@ def sample_call(
 ) -> Samples:
     """Sample the seconds of a call, [samples]. `terms`: its predicted seconds by term."""
     spread = errors.spread
-    layout = (call, device, strategy.degrees)
+    layout = (call, device, strategy.shown_degrees)
     seconds = np.zeros(draws.count)
     for name, predicted in terms.items():
         if name != _BUBBLE:

@@ -30,12 +30,14 @@ _ALIGNED = 8
 
 @dataclass(frozen=True)
 class LocalSizes:
-    """Shard sizes under TP degree `tp`, in elements. Each size is that of the rank with the largest shard."""
+    """Shard sizes under TP degree `tp` and EP degree `ep`, in elements. Each size is that of the rank with the
+    largest shard."""
 
     shape: ModelShape
     head: Head
     tp: int
     part: TrainablePart = WHOLE
+    ep: int = 1
 
     @cached_property
     def _shards(self) -> list[Shard]:
@@ -63,6 +65,16 @@ class LocalSizes:
     @cached_property
     def ffn_dim(self) -> int:
         return max(len(feed_forward(self.shape, self.tp, t)) for t in range(self.tp))
+
+    @property
+    def expert_dim(self) -> int:
+        """Feed-forward dimension of an expert on one rank. With expert parallelism, the rank holds it whole."""
+        return self.ffn_dim if self.ep == 1 else self.shape.intermediate_size
+
+    @property
+    def expert_gate_up_dim(self) -> int:
+        """Dimension of an expert before the activation: gate and up together."""
+        return self.expert_dim * self.gate_up_dim // self.ffn_dim
 
     @cached_property
     def options(self) -> LayerOptions:
@@ -102,7 +114,9 @@ class LocalSizes:
         """Sizes of an expert's matrices as (outputs, inputs): gate and up, then down. Empty if there are no
         experts."""
         hidden = self.shape.hidden_size
-        return () if self.shape.mixture is None else ((self.gate_up_dim, hidden), (hidden, self.ffn_dim))
+        if self.shape.mixture is None:
+            return ()
+        return (self.expert_gate_up_dim, hidden), (hidden, self.expert_dim)
 
     @cached_property
     def widened_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -121,9 +135,15 @@ class LocalSizes:
         return 0 if self.shape.mixture is None else self.shape.mixture.experts
 
     @property
-    def copies(self) -> int:
-        """Number of experts that a token passes through in a layer. 0 if the model is not a mixture of experts."""
-        return 0 if self.shape.mixture is None else self.shape.mixture.per_token
+    def copies(self) -> float:
+        """Number of rows that the experts of a rank compute in a layer, per token of the rank, on average. 0 if the
+        model is not a mixture of experts.
+
+        With expert parallelism, TP ranks divide the tokens among themselves before they send them to experts.
+        """
+        if self.shape.mixture is None:
+            return 0
+        return self.shape.mixture.per_token / (1 if self.ep == 1 else self.tp)
 
     def groups_products(self, dtype: Dtype, *, exact: bool, device: DeviceKind) -> bool:
         """Check whether one grouped kernel multiplies the rows of all experts, as `has_grouped_kernel` of the
@@ -197,9 +217,11 @@ class LocalSizes:
         """Count a layer's elements with partial gradients, which TP ranks all-reduce. Shared key/value heads do not
         count."""
         partial = {Partial.TENSOR_PARALLEL} | ({Partial.SEQUENCE_PARALLEL} if sequence_parallel else set())
+        # With expert parallelism, one TP rank computes all of an expert.
+        specs = (spec for spec in self._layer_specs if spec.expert is None or self.ep == 1)
         return sum(
             math.prod(local_tensor(self.shape, spec, self.tp, 0).shape)
-            for spec in self._layer_specs
+            for spec in specs
             if spec.partial_gradient in partial and self.part.updates(spec, 1)
         )
 
@@ -225,15 +247,17 @@ class LocalSizes:
         return {name: len(parameters) for name, parameters in found.items()}
 
     @lru_cache(maxsize=256)  # noqa: B019 -- instances are few and small
-    def cut_sets(self, dp: int) -> "Mapping[str, SetSizes]":
-        """Compute the sizes of parameter sets if each of `dp` data-parallel ranks stores its own rows (ZeRO-3)."""
+    def cut_sets(self, copies: int, expert_copies: int) -> "Mapping[str, SetSizes]":
+        """Compute the sizes of parameter sets if each of the ranks with the same parameters stores its own rows
+        (ZeRO-3). `expert_copies` ranks have the same experts, and `copies` ranks have the same other parameters."""
         return {
-            name: self._set_sizes(of, dp)
+            name: self._set_sizes(of, copies, expert_copies)
             for name, of in build_parameter_sets(self.shape, self.head, self.part, trained=True).items()
         }
 
-    def _set_sizes(self, of: ParameterSet, dp: int = 1) -> "SetSizes":
+    def _set_sizes(self, of: ParameterSet, copies: int = 1, expert_copies: int = 1) -> "SetSizes":
         layer = [0] * self.tp
+        experts = 0
         embedding = [0] * self.tp
         end = [0] * self.tp
         for (place, _), specs in groupby(of.tensors, key=lambda spec: (spec.place, spec.parameter)):
@@ -241,13 +265,18 @@ class LocalSizes:
             if in_layer and place != of.layers[0]:
                 continue  # `check_family` makes sure that all layers are alike.
             sums, stack = layer if in_layer else end if place is Place.LAST else embedding, list(specs)
+            if self.ep > 1 and stack[0].expert is not None:
+                whole = [local_tensor(self.shape, spec, 1, 0) for spec in stack[: len(stack) // self.ep]]
+                experts += count_shard_rows(whole, expert_copies) * math.prod(whole[0].shape[1:])
+                continue
             for t in range(self.tp):
                 local = [local_tensor(self.shape, spec, self.tp, t) for spec in stack]
-                sums[t] += count_shard_rows(local, dp) * math.prod(local[0].shape[1:])
+                sums[t] += count_shard_rows(local, copies) * math.prod(local[0].shape[1:])
         return SetSizes(
             layers_of_model=self.shape.layers,
             layers=of.layers,
             layer=tuple(layer),
+            experts=experts,
             embedding=tuple(embedding),
             end=tuple(end),
             tied=ties_embeddings(self.shape, self.head),
@@ -281,12 +310,12 @@ class LocalSizes:
     @cached_property
     def layer_elements(self) -> int:
         """Number of elements of the first layer on the rank with the most elements, adapters included."""
-        return sum(max(sizes.layer) for sizes in self.sets.values() if 0 in sizes.layers)
+        return sum(max(sizes.layer) + sizes.experts for sizes in self.sets.values() if 0 in sizes.layers)
 
 
 @lru_cache(maxsize=4096)
-def size_shards(model: StoredModel, tp: int) -> LocalSizes:
-    return LocalSizes(model.shape, model.head, tp, model.part)
+def size_shards(model: StoredModel, tp: int, ep: int = 1) -> LocalSizes:
+    return LocalSizes(model.shape, model.head, tp, model.part, ep)
 
 
 @dataclass(frozen=True)
@@ -323,7 +352,9 @@ class SetSizes:
     layers: tuple[int, ...]
     """Layers of the model that have parameters in the set, ascending."""
     layer: tuple[int, ...]
-    """Elements of one of these layers. All of them have equal sizes."""
+    """Elements of one of these layers, without those in `experts`. All layers have equal sizes."""
+    experts: int
+    """Elements of whole experts in each of these layers on one rank of expert parallelism, otherwise 0."""
     embedding: tuple[int, ...]
     """Elements of the embedding. They are on the first pipeline stage, and also on the last stage if the head is
     tied to the embedding."""
@@ -341,7 +372,8 @@ class SetSizes:
         )
 
     def stage_elements(self, pp: int) -> tuple[int, ...]:
-        """Compute the elements that each pipeline stage stores on its TP rank with the most elements."""
+        """Compute the elements that each pipeline stage stores on its TP rank with the most elements, without those
+        of `stage_experts`."""
         result = []
         for stage, layers in enumerate(self.stage_layers(pp)):
             own = [layers * elements for elements in self.layer]
@@ -351,3 +383,8 @@ class SetSizes:
                 own = [a + b for a, b in zip(own, self.end, strict=True)]
             result.append(max(own))
         return tuple(result)
+
+    def stage_experts(self, pp: int) -> tuple[int, ...]:
+        """Compute the elements of whole experts that a rank of each pipeline stage stores under expert
+        parallelism."""
+        return tuple(layers * self.experts for layers in self.stage_layers(pp))

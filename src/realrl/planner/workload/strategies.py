@@ -19,10 +19,13 @@ class Strategies:
     strategy."""
 
     tp: int
+    ep: int
     sequence_parallel: bool
     dtype: Dtype | None
     zero: int
     degrees: tuple[Degrees, ...]
+    expert_degrees: tuple[Degrees, ...]
+    """Degrees of the experts' own layouts."""
     dp: Ints
     cp: Ints
     pp: Ints
@@ -31,14 +34,16 @@ class Strategies:
 
     @classmethod
     def of(cls, alike: Sequence[Strategy]) -> Self:
-        """Build from strategies that agree in TP degree, data type, sequence parallelism and ZeRO stage."""
+        """Build from strategies that agree in TP and EP degree, data type, sequence parallelism and ZeRO stage."""
         first = alike[0]
         return cls(
             tp=first.tp,
+            ep=first.ep,
             sequence_parallel=first.sequence_parallel,
             dtype=first.dtype,
             zero=first.zero,
             degrees=tuple(s.degrees for s in alike),
+            expert_degrees=tuple(s.for_experts().degrees for s in alike),
             dp=np.array([s.dp for s in alike]),
             cp=np.array([s.cp for s in alike]),
             pp=np.array([s.pp for s in alike]),
@@ -50,6 +55,11 @@ class Strategies:
     def copies(self) -> Ints:
         """Number of ranks that compute with the same parameters."""
         return self.dp * self.cp
+
+    @property
+    def expert_copies(self) -> Ints:
+        """Number of ranks that compute with the same experts."""
+        return self.copies if self.ep == 1 else self.copies * self.tp // self.ep
 
     def spread_layers(self, layers: int) -> Ints:
         """Count the layers of a model on each stage, [stages, strategies]. The count is 0 past a strategy's last
@@ -66,7 +76,7 @@ def group_strategies(strategies: Sequence[Strategy]) -> list[tuple[Ints, Strateg
     group."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for i, s in enumerate(strategies):
-        groups.setdefault((s.tp, s.sequence_parallel, s.dtype, s.zero), []).append(i)
+        groups.setdefault((s.tp, s.ep, s.sequence_parallel, s.dtype, s.zero), []).append(i)
     return [
         (np.array(members), Strategies.of([strategies[i] for i in members])) for members in groups.values()
     ]

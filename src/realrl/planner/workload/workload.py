@@ -56,6 +56,17 @@ def count_visited_experts(shape: ModelShape, tokens: Real) -> Real:
     return mixture.experts * (1 - (1 - mixture.per_token / mixture.experts) ** tokens)
 
 
+def compute_imbalance(experts: int, ep: int, spread: float) -> float:
+    """Compute the expected load of the busiest of `ep` ranks that divide `experts` experts, divided by the mean.
+
+    The loads of experts are normal and independent, with a standard deviation of `spread` times their mean. The
+    expected maximum of n standard normal numbers is about sqrt(2 ln n).
+    """
+    if ep == 1:
+        return 1.0
+    return 1 + spread * math.sqrt(2 * math.log(ep) * ep / experts)
+
+
 def count_read_weights(shape: ModelShape, tokens: Real) -> Real:
     """Count the parameters of a layer's matrices that a pass over `tokens` tokens reads."""
     own = count_layer_weights(shape)

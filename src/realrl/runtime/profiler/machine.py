@@ -66,7 +66,7 @@ class Update:
         clock = self._clock
         gradients = self._gradients.data
         gradients.fill_(1.0)
-        for bucket in range(self._optimizer.buckets):
+        for bucket in self._optimizer.buckets:
             self._optimizer.start_reduce(bucket)
         begin = clock.now()
         self._optimizer.step(1e-6)

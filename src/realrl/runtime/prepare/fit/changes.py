@@ -7,7 +7,7 @@ from itertools import islice
 from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.axes import list_degrees
-from realrl.plan.placement import Placement, Strategy
+from realrl.plan.placement import Placement, Strategy, divides_experts
 from realrl.plan.plan import Plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.devices import DEVICES
@@ -272,7 +272,7 @@ def _file_changes(
     if call is not None and call.name in plan.placements:
         yield [
             _strategy(
-                ", ".join(f"{axis}: {degree}" for axis, degree in s.degrees.named().items()),
+                ", ".join(f"{axis}: {degree}" for axis, degree in s.shown_degrees.named().items()),
                 together,
                 degrees=s.degrees,
             )
@@ -336,6 +336,6 @@ def _more_parts(place: Placement, most: int, *, divides_tokens: bool) -> list[St
     found = (
         replace(old, degrees=degrees)
         for degrees in list_degrees(size, allowed, rest="dp")
-        if old.zero == 1 or degrees.copies > 1
+        if (old.zero == 1 or degrees.copies > 1) and divides_experts(degrees, old.ep)
     )
     return sorted((s for s in found if s != old), key=lambda s: (-s.dp, s.pp))

@@ -1,0 +1,87 @@
+"""Ranks that divide experts compute what one process computes: losses, gradients, updates, inference."""
+
+import pytest
+
+from realrl.families.shape import Head, Mixture, ModelShape
+from realrl.plan.placement import Mesh, Placement, Strategy
+from tests.engine.learning_on_ranks import Case, Figures, check_learning_on_ranks, learn_alone
+
+MODELS: dict[str, tuple[ModelShape, Head]] = {
+    "qwen3_moe": (
+        ModelShape(
+            family="qwen3_moe", vocab_size=61, hidden_size=24, intermediate_size=13, layers=3, heads=4,
+            kv_heads=2, head_dim=6, init_std=0.2, mixture=Mixture(experts=8, per_token=3),
+        ),
+        "lm",
+    ),
+    "llama4, shared block": (
+        ModelShape(
+            family="llama4_text", vocab_size=61, hidden_size=24, intermediate_size=14, layers=3, heads=4,
+            kv_heads=2, head_dim=6, init_std=0.2,
+            mixture=Mixture(
+                experts=8, per_token=1, scores="sigmoid", normalised=False, weighed="inputs", shared=True
+            ),
+        ),
+        "lm",
+    ),
+    "mixtral, scalar head": (
+        ModelShape(
+            family="mixtral", vocab_size=61, hidden_size=24, intermediate_size=13, layers=3, heads=4,
+            kv_heads=2, head_dim=6, init_std=0.2, mixture=Mixture(experts=8, per_token=2),
+        ),
+        "scalar",
+    ),
+}  # fmt: skip
+
+# Degrees by axis, then settings. TP, data-parallel and CP ranks divide experts, alone and together.
+STRATEGIES: dict[int, list[dict[str, int]]] = {
+    2: [
+        {"dp": 2, "ep": 2},
+        {"dp": 2, "ep": 2, "recompute": 1},
+        {"dp": 2, "ep": 2, "zero": 2},
+        {"dp": 2, "ep": 2, "zero": 3, "recompute": 1},
+        {"tp": 2, "ep": 2},
+        {"tp": 2, "ep": 2, "sequence_parallel": 1, "recompute": 1},
+        {"cp": 2, "ep": 2},
+    ],
+    4: [
+        {"dp": 4, "ep": 4},
+        {"dp": 4, "ep": 2},
+        {"dp": 4, "ep": 2, "zero": 2, "recompute": 1},
+        {"dp": 4, "ep": 2, "zero": 3},
+        {"dp": 2, "tp": 2, "ep": 4, "sequence_parallel": 1},
+        {"dp": 2, "tp": 2, "ep": 2, "zero": 3},
+        {"dp": 2, "pp": 2, "ep": 2},
+        {"tp": 2, "cp": 2, "ep": 4, "sequence_parallel": 1, "zero": 2},
+        {"dp": 2, "cp": 2, "ep": 4, "recompute": 1},
+        {"tp": 4, "ep": 2},
+    ],
+    8: [
+        {"dp": 2, "tp": 2, "pp": 2, "ep": 4, "sequence_parallel": 1, "recompute": 1},
+        {"dp": 2, "cp": 2, "tp": 2, "ep": 4, "zero": 3},
+        {"dp": 2, "cp": 2, "tp": 2, "ep": 8},
+        {"dp": 4, "pp": 2, "ep": 2, "zero": 2},
+    ],
+}
+
+
+def list_cases(world: int) -> list[Case]:
+    """List models and placements; models take turns."""
+    names = [*MODELS]
+    cases = []
+    for turn, wanted in enumerate(STRATEGIES[world]):
+        flags = {name: bool(wanted[name]) for name in ("sequence_parallel", "recompute") if name in wanted}
+        numbers = {name: value for name, value in wanted.items() if name not in flags}
+        strategy = Strategy(micro_batch_tokens=40, **flags, **numbers)
+        cases.append((names[turn % len(names)], Placement(Mesh(0, world), strategy)))
+    return cases
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Figures]:
+    return learn_alone(MODELS)
+
+
+@pytest.mark.parametrize("world", STRATEGIES)
+def test_ranks_that_divide_experts_learn_as_one_process_does(world: int, alone: dict[str, Figures]) -> None:
+    check_learning_on_ranks(world, MODELS, list_cases(world), alone, tolerance=1e-4)

@@ -1,0 +1,89 @@
+"""Runs of mixtures whose ranks divide experts, which learn and go on as runs of one process do."""
+
+from pathlib import Path
+
+import pytest
+
+from realrl.plan.cluster import Cluster
+from realrl.recipe.graphs import build_graph
+from realrl.recipe.load import load_experiment
+from realrl.testing.check import make_uniform_plan
+from realrl.testing.compare import compare_runs
+from realrl.testing.ranks import run_on_ranks
+from tests.conftest import World, build_world
+from tests.runtime.checkpoints.interrupted import interrupt
+from tests.runtime.learning.test_plans import OPTIMIZER
+
+SHAPE = {
+    "family": "qwen3_moe",
+    "vocab_size": 320,
+    "hidden_size": 48,
+    "intermediate_size": 24,
+    "layers": 2,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 12,
+    "mixture": {"experts": 8, "per_token": 2},
+}
+ALGORITHMS = {
+    "grpo": {"policy__kl": {"coef": 0.05}, "policy__samples": 2},
+    "ppo": {"models__critic__optimizer": OPTIMIZER},
+}
+PLANS = {
+    1: [{}],
+    2: [{"ep": 2, "zero": 3}, {"tp": 2, "ep": 2}],
+    4: [{"tp": 2, "ep": 4}, {"ep": 2, "zero": 2}],
+}
+"""Number of processes -> degrees by axis and the stage of ZeRO of uniform plans, of which algorithms take turns."""
+
+
+def write_recipe(world: World, algorithm: str, directory: Path, devices: int) -> Path:
+    """A recipe of 4 steps with a checkpoint after 2."""
+    directory.mkdir(parents=True)
+    changes = {
+        **ALGORITHMS[algorithm],
+        "cluster": f"1x{devices}",
+        "checkpoint__every": 2,
+        "checkpoint__keep": 3,
+        "training__steps": 4,
+        "models__actor__optimizer": OPTIMIZER,
+        "debug__verify_reallocation": True,
+    }
+    graph = build_graph(load_experiment(str(world.recipe(algorithm, directory, **changes))))
+    degrees = PLANS[devices][[*ALGORITHMS].index(algorithm) % len(PLANS[devices])]
+    plan = make_uniform_plan(graph, Cluster(1, devices), micro_batch_tokens=256, **degrees)
+    plan.save(directory / "plan.yaml", graph)
+    return world.recipe(algorithm, directory, plan=str(directory / "plan.yaml"), **changes)
+
+
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return build_world(tmp_path_factory.mktemp("mixtures"), SHAPE)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(mixtures: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Algorithm -> the directory of its run on 4 processes."""
+    top = tmp_path_factory.mktemp("uninterrupted")
+    recipes = {name: write_recipe(mixtures, name, top / name, 4) for name in ALGORITHMS}
+    run_on_ranks(4, list(recipes.values()))
+    return {name: recipe.parent / "run" for name, recipe in recipes.items()}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("resumed", [False, True], ids=["alone", "resumed"])
+def test_runs_with_divided_experts_learn_and_go_on_alike(
+    uninterrupted: dict[str, Path], mixtures: World, tmp_path: Path, size: int, resumed: bool
+) -> None:
+    recipes = {name: write_recipe(mixtures, name, tmp_path / name, size) for name in ALGORITHMS}
+    for algorithm, recipe in recipes.items() if resumed else ():
+        interrupt(uninterrupted[algorithm], 2, recipe.parent)
+    run_on_ranks(size, list(recipes.values()))
+    for algorithm, recipe in recipes.items():
+        compare_runs(
+            recipe.parent / "run",
+            uninterrupted[algorithm],
+            name=algorithm,
+            than="four processes",
+            tolerance=1e-4,
+        )
