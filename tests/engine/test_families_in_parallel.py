@@ -18,7 +18,8 @@ from realrl.engine.generation.sampling_noise import SamplingSeed
 from realrl.engine.model import Model
 from realrl.engine.parallel_groups import select_groups
 from realrl.engine.training.trainer import Trainer, TrainOptions
-from realrl.families.shape import ModelShape
+from realrl.families.registry import model_tensors
+from realrl.families.shape import Mixture, ModelShape
 from realrl.layout.layout import build_layout
 from realrl.model.packing import Packing
 from realrl.plan.communicators import list_rank_sets
@@ -27,17 +28,19 @@ from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.optimizer import OptimizerConfig
 from realrl.runtime.processes.environment import leave
 from realrl.runtime.processes.process import Process, wait_to_be_scheduled
-from tests.model.small_models import make_theirs, random_rows
+from tests.model.small_models import find_theirs, make_theirs, random_rows, read_whole
 
 CPU = torch.device("cpu")
-FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo3")
-WINDOWED = ("gemma2", "gemma3_text", "olmo3")
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo3", "gpt_oss")
+WINDOWED = ("gemma2", "gemma3_text", "olmo3", "gpt_oss")
 """Families whose first and last layers see a few tokens only, fewer than most sequences have."""
 PLACEMENTS = {
     "one rank": Placement(Mesh(0, 1), Strategy()),
     "tensor": Placement(Mesh(0, 2), Strategy(tp=2)),
     "sequence": Placement(Mesh(0, 2), Strategy(tp=2, sequence_parallel=True)),
     "pipeline": Placement(Mesh(0, 2), Strategy(pp=2, micro_batch_tokens=40)),
+    "experts, tensor": Placement(Mesh(0, 2), Strategy(tp=2, ep=2)),
+    "experts, sequence": Placement(Mesh(0, 2), Strategy(tp=2, ep=2, sequence_parallel=True)),
 }
 LENGTHS = [9, 17, 4, 23]
 EPSILON = 1e-4
@@ -64,6 +67,7 @@ def shape_of(family: str) -> ModelShape:
         window=7 if family in WINDOWED else None,
         windowed_layers=(0, 2) if family in WINDOWED else (),
         windowed_rope_theta=100.0 if family == "gemma3_text" else None,
+        mixture=Mixture(experts=4, per_token=2) if family == "gpt_oss" else None,
     )
 
 
@@ -79,7 +83,13 @@ def reference(family: str) -> tuple[Figures, Figures]:
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
-    weights = {name: parameter.detach().clone() for name, parameter in theirs.named_parameters()}
+    parameters = dict(theirs.named_parameters())
+
+    def named_as_ours(tensors: Figures) -> Figures:
+        specs = model_tensors(shape_of(family), "lm")
+        return {spec.name: read_whole(find_theirs(tensors, spec.file_name), spec).clone() for spec in specs}
+
+    weights = named_as_ours({name: parameter.detach() for name, parameter in parameters.items()})
     logits = [theirs(row[None]).logits[0] for row in rows()]
     nll = [
         -x[:-1].log_softmax(-1).gather(1, row[1:, None]).sum() for x, row in zip(logits, rows(), strict=True)
@@ -88,13 +98,16 @@ def reference(family: str) -> tuple[Figures, Figures]:
     for i, row in enumerate(rows()):
         found[f"continuation {i}"] = continued(theirs, row)
     (sum(nll) / (sum(LENGTHS) - len(LENGTHS))).backward()
-    found |= {f"gradient of {name}": p.grad.clone() for name, p in theirs.named_parameters()}
+    gradients = named_as_ours({name: parameter.grad for name, parameter in parameters.items()})
+    found |= {f"gradient of {name}": values for name, values in gradients.items()}
     found["norm"] = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5).detach()
-    matrices = [parameter for parameter in theirs.parameters() if parameter.dim() > 1]
-    vectors = [parameter for parameter in theirs.parameters() if parameter.dim() == 1]
+    # Biases of experts are vectors, which transformers stacks.
+    vectors = [p for name, p in parameters.items() if p.dim() == 1 or name.endswith("bias")]
+    matrices = [p for name, p in parameters.items() if p.dim() > 1 and not name.endswith("bias")]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     torch.optim.AdamW(groups, lr=LR, betas=CONFIG.betas, eps=EPSILON, weight_decay=0.1).step()
-    found |= {f"updated {name}": parameter.detach() for name, parameter in theirs.named_parameters()}
+    updated = named_as_ours({name: parameter.detach() for name, parameter in parameters.items()})
+    found |= {f"updated {name}": values for name, values in updated.items()}
     return weights, found
 
 
@@ -169,7 +182,8 @@ def run_rank(rank: int, references: dict[str, tuple[Figures, Figures]], store: s
     process = Process(rank, 2, CPU, dist.new_group(backend="gloo"))
     groups = process.groups(list_rank_sets(PLACEMENTS.values()))
     for family, (name, placement) in product(FAMILIES, PLACEMENTS.items()):
-        if rank in placement.ranks:
+        divides_experts = placement.strategy.ep > 1
+        if rank in placement.ranks and (shape_of(family).mixture is not None or not divides_experts):
             model = Model(
                 build_layout(shape_of(family), "lm", placement),
                 rank,

@@ -54,6 +54,8 @@ MILLIONS = {
     "glm-4-9b": 9400,
     "granite-3.1-2b": 2534,
     "granite-3.1-8b": 8171,
+    "gpt-oss-20b": 20910,
+    "gpt-oss-120b": 116830,
     "smollm3-3b": 3075,
     "gpt2": 124.44,
     "gpt2-medium": 355,

@@ -15,7 +15,7 @@ from realrl.engine.generation.row_buffers import RowBuffers
 from realrl.engine.generation.sampler import Sampler
 from realrl.engine.generation.sampling_noise import SamplingNoise, SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
-from realrl.families.shape import Mixture, ModelShape
+from realrl.families.shape import LayerOptions, Mixture, ModelShape
 from realrl.layout.kv_blocks import CacheSize
 from realrl.model.attention import varlen_attention
 from realrl.model.kv_cache import PagedCache
@@ -46,6 +46,9 @@ SHAPES = {
         }
     ),
 }
+SHAPES["mixture with biases"] = SHAPES["mixture"].model_copy(
+    update={"layer": LayerOptions(qk_norm="heads", mlp_bias=True)}
+)
 TOKENS = 8192
 SAMPLINGS = {
     "plain": (GenerationConfig(), UNRESTRICTED),
@@ -108,6 +111,8 @@ def _count_bytes(name: str, operands: list[Tensor], found: Any) -> int:
         qkv = operands[0]
         kept = qkv.shape[1] * WIDE.kv_heads // (WIDE.heads + 2 * WIDE.kv_heads)
         return 2 * len(qkv) * (qkv.shape[1] - kept) * qkv.element_size()
+    if name == "add_biases":  # in place; biases are small
+        return 2 * size_of(operands[0])
     return size + sum(map(size_of, operands))
 
 

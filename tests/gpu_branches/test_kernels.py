@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from realrl.families.shape import SWIGLU
 from realrl.model import logprobs, rotary
 from realrl.model.arithmetic import elementwise
 from realrl.model.arithmetic.ops import PLAIN
@@ -92,8 +93,16 @@ def test_addition_and_norm_match_the_cpu(shape: tuple[int, int], dtype: torch.dt
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 2), (5, 14), (2, 2 * 1030)])
-def test_swiglu_matches_the_cpu(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    compare(SwiGLU.apply, elementwise.swiglu, [draw(*shape)], dtype)
+@pytest.mark.parametrize("numbers", SWIGLU.values())
+def test_swiglu_matches_the_cpu(
+    numbers: tuple[float, float, float], shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    compare(
+        lambda x: SwiGLU.apply(x, numbers),
+        lambda x: elementwise.swiglu(x, numbers),
+        [draw(*shape) * 6],
+        dtype,
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -54,6 +54,10 @@ SHAPES = {
         family="llama4_text", vocab_size=53, hidden_size=24, intermediate_size=16, layers=2, heads=4, kv_heads=2,
         head_dim=8, unrotated_layers=(1,), mixture=LLAMA4_MIXTURE.model_copy(update={"experts": 3, "per_token": 3}),
     ),
+    "gpt_oss, biases": ModelShape(
+        family="gpt_oss", vocab_size=53, hidden_size=24, intermediate_size=16, layers=2, heads=4, kv_heads=2,
+        head_dim=8, window=4, windowed_layers=(0,), mixture=Mixture(experts=3, per_token=3),
+    ),
 }  # fmt: skip
 SHORT = (4, 7, 2, 6)
 LONG = (5, 17, 3, 140)

@@ -35,9 +35,9 @@ from tests.huggingface.test_memory_of_models import Allocations
 from tests.model.small_models import SHAPES, make_theirs, random_rows
 
 CPU = torch.device("cpu")
-FAMILIES = ("plain", "grouped-tied", "gpt2", "gpt_neox", "phi3", "glm4", "mixtral")
+FAMILIES = ("plain", "grouped-tied", "gpt2", "gpt_neox", "phi3", "glm4", "mixtral", "gpt_oss")
 """Separate matrices, tied embeddings, transposed ones, heads one by one, fused ones, heads in another order,
-experts."""
+experts, experts with biases in stacks whose columns alternate."""
 KINDS: tuple[Quantisation, ...] = ("int8", "fp8")
 CUTS = ((1, 1), (2, 1), (3, 1), (1, 2), (3, 2))
 """tp, pp; three ranks cut feed-forward units unevenly."""

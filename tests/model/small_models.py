@@ -145,6 +145,14 @@ SHAPES = {
         ),
         mixture=LLAMA4_MIXTURE.model_copy(update={"experts": 5, "per_token": 2}),
     ),
+    "gpt_oss": ModelShape(
+        family="gpt_oss", vocab_size=85, hidden_size=40, intermediate_size=28, layers=3, heads=6, kv_heads=3,
+        head_dim=12, window=9, windowed_layers=(0, 2), rope_theta=500.0,
+        rope_scaling=RopeScaling(
+            kind="yarn", factor=4.0, original_max_position_embeddings=32, truncate=False
+        ),
+        mixture=Mixture(experts=5, per_token=2),
+    ),
     "dynamic": ModelShape(
         vocab_size=85, hidden_size=48, intermediate_size=48, layers=2, heads=6, kv_heads=3, head_dim=12,
         max_positions=200, rope_scaling=RopeScaling(kind="dynamic", factor=4.0),

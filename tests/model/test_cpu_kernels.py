@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from realrl.families.shape import SWIGLU
 from realrl.model.arithmetic.elementwise import add_rms_norm, rms_norm, swiglu
 from realrl.model.cpu.arithmetic import exp
 from realrl.model.cpu.elementwise import (
@@ -60,7 +61,9 @@ def test_exponentials_of_what_is_not_finite() -> None:
 def test_what_is_not_finite_stays_so(value: float) -> None:
     x = torch.randn(8, 64)
     x[3, 5] = value
-    assert not swiglu(x)[3].isfinite().all()
+    for numbers in SWIGLU.values():
+        # A bound makes infinity finite, but not NaN.
+        assert not swiglu(x, numbers)[3].isfinite().all() or numbers.limit < value
     normed = rms_norm(x, torch.ones(64), 1e-6)
     assert normed[3, 5].isnan() and normed[[0, 1, 2, 4, 5, 6, 7]].isfinite().all()
 
@@ -115,8 +118,8 @@ KERNELS = {
     "norm": (rms_norm_forward, [(3, 40), (40,), 1e-6], [(3, 40), (3, 1)]),
     "add and norm": (add_rms_norm_forward, [(3, 40), (3, 40), (40,), 1e-6], [(3, 40), (3, 40), (3, 1)]),
     "norm backward": (rms_norm_backward, [(3, 40), (3, 40), (40,), (3, 1), (3, 40)], [(3, 40), (3, 40)]),
-    "swiglu": (swiglu_forward, [(3, 80)], [(3, 40)]),
-    "swiglu backward": (swiglu_backward, [(3, 80), (3, 40)], [(3, 80)]),
+    "swiglu": (swiglu_forward, [(3, 80), 1.702, 1.0, 1.0], [(3, 40)]),
+    "swiglu backward": (swiglu_backward, [(3, 80), 1.702, 1.0, 1.0, (3, 40)], [(3, 80)]),
     "rotate": (rotate, [(3, 48), (3, 4), (3, 4), 4, 1], [(3, 48)]),
 }
 

@@ -1,7 +1,7 @@
 """Exact kernels on a CPU: a row's result is the same bits wherever the row is and whatever is beside it."""
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -230,8 +230,10 @@ def test_other_functions_work_row_by_row(threads: None) -> None:
     functions = [
         *(
             lambda rows, of=(activation, gated): activate(gate_up[rows], of[0], gated=of[1])
-            for activation in ("silu", "gelu", "gelu_tanh")
-            for gated in (True, False)
+            for activation, gated in (
+                *product(("silu", "gelu", "gelu_tanh"), (True, False)),
+                ("clamped_silu", True),
+            )
         ),
         lambda rows: Norm(SHAPES["olmo2"]).normalize_together(heads[rows], weight, torch.ones(6), 48, alone),
         lambda rows: rms_norm(x[rows], weight, 1e-5),

@@ -1,6 +1,7 @@
 """Gradients written by hand are those autograd derives."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -39,6 +40,9 @@ def reference_activation(x: Tensor, activation: str, gated: bool) -> Tensor:
             out = gate * torch.erfc(-gate / 2**0.5) / 2
         case "gelu_tanh":
             out = gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) / 2
+        case "clamped_silu":
+            gate, up = gate.clamp(max=7), up.clamp(-7, 7) + 1
+            out = gate * (1.702 * gate).sigmoid()
     return out if up is None else out * up
 
 
@@ -77,8 +81,10 @@ WAYS = [ops.PLAIN, *([ops.Products(onednn=True)] if torch.backends.mkldnn.is_ava
                 partial(reference_activation, activation=activation, gated=gated),
                 (GATE_UP * scale,),
             )
-            for activation in ("silu", "gelu", "gelu_tanh")
-            for gated in (True, False)
+            for activation, gated in (
+                *product(("silu", "gelu", "gelu_tanh"), (True, False)),
+                ("clamped_silu", True),
+            )
             for scale in (1, 30)
         ),
         # Rotation works in place, which a leaf that needs a gradient does not allow.

@@ -201,6 +201,7 @@ def list_kernels() -> set[str]:
 
 def launch_elementwise(sizes: Sizes, dtype: torch.dtype, row_counts: Iterable[int]) -> None:
     """Launch norms of these numbers of rows, SwiGLU and rotation, forward and backward."""
+    from realrl.families.shape import SWIGLU
     from realrl.model.gpu import elementwise
 
     heads = sizes.heads + 2 * sizes.kv_heads
@@ -214,7 +215,7 @@ def launch_elementwise(sizes: Sizes, dtype: torch.dtype, row_counts: Iterable[in
             for part in (of_heads[:, : sizes.heads], of_heads[:, sizes.heads : -sizes.kv_heads]):
                 x = part.requires_grad_()
                 elementwise.RMSNorm.apply(x, _leaf(sizes.dim, dtype=dtype), 1e-6).sum().backward()
-    elementwise.SwiGLU.apply(_leaf(2, 2 * sizes.inner, dtype=dtype)).sum().backward()
+    elementwise.SwiGLU.apply(_leaf(2, 2 * sizes.inner, dtype=dtype), SWIGLU["silu"]).sum().backward()
     qkv, table = _leaf(2, heads * sizes.dim, dtype=dtype), torch.ones(2, sizes.dim // 2)
     elementwise.RotateHeads.apply(qkv * 1, table, table, sizes.heads + sizes.kv_heads).sum().backward()
 
@@ -263,12 +264,15 @@ def launch_products(sizes: Sizes, dtype: torch.dtype) -> None:
 
 def launch_gradients(sizes: Sizes) -> None:
     """Launch the weight gradients of a layer's experts, which have a kernel only in bfloat16."""
+    from realrl.model.gpu.elementwise import add_biases
     from realrl.model.gpu.grouped_gradient import add_grouped_gradient
 
     ends = torch.full((2,), 3, dtype=torch.int32)
     for columns, depth in ((2 * sizes.inner, sizes.hidden), (sizes.hidden, sizes.inner)):
         grad, x = (torch.zeros(3, width, dtype=torch.bfloat16) for width in (columns, depth))
         add_grouped_gradient(grad, x, ends, torch.zeros(2, columns, depth))
+        groups, weights = torch.zeros(len(grad), dtype=torch.int64), torch.ones(len(grad))
+        add_biases(grad, torch.zeros(2, columns, dtype=grad.dtype), groups, weights)
 
 
 def _leaf(*shape: int, dtype: torch.dtype) -> torch.Tensor:

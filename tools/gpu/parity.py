@@ -30,7 +30,7 @@ from realrl.engine.generation.sampling_noise import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.offload import Offloadable
 from realrl.engine.training.optimizer import sum_squares
-from realrl.families.shape import Mixture, ModelShape
+from realrl.families.shape import SWIGLU, Activation, Mixture, ModelShape
 from realrl.huggingface.initial_weights import initialise
 from realrl.layout.kv_blocks import BLOCK_TOKENS
 from realrl.model.arithmetic.grouped import Groups
@@ -128,12 +128,16 @@ def check_head_norms(dtype: torch.dtype) -> dict[str, Any]:
     return compare(cut(lambda x, w: RMSNorm.apply(x, w, EPS)), cut(norm64), [qkv, w], dtype)
 
 
-def check_swiglu(rows: int, width: int, dtype: torch.dtype) -> dict[str, Any]:
+def check_swiglu(rows: int, width: int, activation: Activation, dtype: torch.dtype) -> dict[str, Any]:
+    slope, limit, offset = SWIGLU[activation]
+
     def reference(x: Tensor) -> Tensor:
         gate, up = x.chunk(2, 1)
-        return F.silu(gate) * up
+        gate = gate.clamp(max=limit)
+        return gate * (slope * gate).sigmoid() * (up.clamp(-limit, limit) + offset)
 
-    return compare(SwiGLU.apply, reference, [draw(rows, 2 * width, dtype=dtype)], dtype)
+    given = draw(rows, 2 * width, dtype=dtype) * 6
+    return compare(lambda x: SwiGLU.apply(x, SWIGLU[activation]), reference, [given], dtype)
 
 
 def check_rotation(heads: int, kv: int, dim: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -718,7 +722,9 @@ def list_elementwise() -> Iterator[Check]:
             yield f"rms norm {rows}x{width} {kind}", partial(check_norms, rows, width, dtype)
         yield f"norm of heads {kind}", partial(check_head_norms, dtype)
         for rows, width in small(((4096, 4864), (7, 3001), (1, 18944)), ((3, 30),)):
-            yield f"swiglu {rows}x{width} {kind}", partial(check_swiglu, rows, width, dtype)
+            for activation in SWIGLU:
+                name = f"swiglu {activation} {rows}x{width} {kind}"
+                yield name, partial(check_swiglu, rows, width, activation, dtype)
         for heads, kv, dim in small(((14, 2, 64), (28, 4, 128), (16, 8, 256), (32, 32, 80)), ((4, 2, 8),)):
             yield f"rotation {heads}/{kv}x{dim} {kind}", partial(check_rotation, heads, kv, dim, dtype)
     for rows, columns, cap in small(

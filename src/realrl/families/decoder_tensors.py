@@ -9,12 +9,15 @@ from realrl.families.shape import Head, LayerOptions, ModelShape
 from realrl.families.tensors import Init, Parameter, Partial, Partition, Place, StoredRows, TensorSpec, Units
 
 _NormName = Literal["attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "norm"]
-_BIASES: dict[_NormName, Parameter] = {
+_ExpertMatrix = Literal["experts_gate_up", "experts_down"]
+_BIASES: dict[_NormName | _ExpertMatrix, Parameter] = {
     "attention_norm": "attention_norm_bias",
     "attention_post_norm": "attention_post_norm_bias",
     "mlp_norm": "mlp_norm_bias",
     "mlp_post_norm": "mlp_post_norm_bias",
     "norm": "norm_bias",
+    "experts_gate_up": "experts_gate_up_bias",
+    "experts_down": "experts_down_bias",
 }
 
 
@@ -53,7 +56,9 @@ class Names:
     expert_down: str = "down_proj"
     experts_gate_up: str | None = None
     """Tensor that holds gate and then up of all experts, [experts, inputs, outputs]; None if each expert has its
-    own tensors."""
+    own tensors. A tensor with the ending `_bias` holds their biases."""
+    experts_alternate: bool = False
+    """Whether outputs of gate and of up alternate in `experts_gate_up`."""
     experts_down: str | None = None
     """Tensor that holds the last matrices of all experts, [experts, inputs, outputs]; None if each expert has its
     own tensor."""
@@ -228,51 +233,78 @@ class _Table:
         tokens, but the router's output only weighs the rank's part of the experts. So each rank has only a part of
         the router's gradient.
         """
-        shape, names = self.shape, self.names
-        cut = Partition(Units.FEED_FORWARD)
-        yield TensorSpec(
+        names = self.names
+        router = TensorSpec(
             name=f"{root}.{names.router}.weight",
-            shape=(experts, shape.hidden_size),
+            shape=(experts, self.shape.hidden_size),
             parameter="router",
             place=layer,
             partial_gradient=Partial.TENSOR_PARALLEL,
         )
-        for expert in range(experts):
-            for number, name in enumerate((names.expert_gate, names.expert_up)):
-                spec = TensorSpec(
-                    name=f"{root}.{names.expert}.{expert}.{name}.weight",
-                    shape=(shape.intermediate_size, shape.hidden_size),
-                    parameter="experts_gate_up",
-                    place=layer,
-                    expert=expert,
-                    partition=cut,
-                )
-                yield self._in_stack(spec, root, names.experts_gate_up, number, parts=2)
-        for expert in range(experts):
-            spec = TensorSpec(
-                name=f"{root}.{names.expert}.{expert}.{names.expert_down}.weight",
-                shape=(shape.hidden_size, shape.intermediate_size),
-                parameter="experts_down",
-                place=layer,
-                expert=expert,
-                partition=replace(cut, dim=1),
-                init=Init.RESIDUAL,
+        yield router
+        biased = self.options.mlp_bias
+        if biased:
+            yield replace(
+                router,
+                name=f"{root}.{names.router}.bias",
+                shape=(experts,),
+                parameter="router_bias",
+                init=Init.ZEROS,
+                decay=False,
             )
-            yield self._in_stack(spec, root, names.experts_down, 0, parts=1)
+        for bias in (False, True) if biased else (False,):
+            for expert in range(experts):
+                for number, name in enumerate((names.expert_gate, names.expert_up)):
+                    spec = self._expert(root, layer, expert, name, "experts_gate_up", bias=bias)
+                    yield self._in_stack(spec, root, names.experts_gate_up, number, parts=2)
+        for bias in (False, True) if biased else (False,):
+            for expert in range(experts):
+                spec = self._expert(root, layer, expert, names.expert_down, "experts_down", bias=bias)
+                yield self._in_stack(spec, root, names.experts_down, 0, parts=1)
+
+    def _expert(
+        self, root: str, layer: int, expert: int, name: str, matrix: _ExpertMatrix, *, bias: bool
+    ) -> TensorSpec:
+        """Describe a matrix of an expert, or its bias.
+
+        Tensor-parallel ranks sum their outputs, so only the first rank adds the biases of `experts_down`. The other
+        ranks find a gradient of 0.
+        """
+        hidden, inner = self.shape.hidden_size, self.shape.intermediate_size
+        last = matrix == "experts_down"
+        rows, inputs = (hidden, inner) if last else (inner, hidden)
+        return TensorSpec(
+            name=f"{root}.{self.names.expert}.{expert}.{name}.{'bias' if bias else 'weight'}",
+            shape=(rows,) if bias else (rows, inputs),
+            parameter=_BIASES[matrix] if bias else matrix,
+            place=layer,
+            expert=expert,
+            partition=None if bias and last else Partition(Units.FEED_FORWARD, dim=int(last)),
+            init=Init.ZEROS if bias else Init.RESIDUAL if last else Init.NORMAL,
+            decay=not bias,
+            partial_gradient=Partial.TENSOR_PARALLEL if bias and last else Partial.NEVER,
+        )
 
     def _in_stack(
         self, spec: TensorSpec, root: str, stack: str | None, number: int, *, parts: int
     ) -> TensorSpec:
-        """Describe where files hold an expert's matrix `spec`, if they stack the matrices of all experts in
+        """Describe where files hold an expert's matrix or bias `spec`, if they stack those of all experts in
         `stack`. Each stacked matrix consists of `parts` parts with the size of `spec`; `spec` is part `number`."""
         if stack is None or self.shape.mixture is None:
             return spec
-        # Files stack these matrices transposed, so that `rows` are columns of each matrix in the stack.
-        each = spec.shape[0]
+        each, bias = spec.shape[0], len(spec.shape) == 1
+        alternate = self.names.experts_alternate and parts > 1
         rows = StoredRows(
-            name=f"{root}.{stack}", rows=parts * each, start=number * each, block=each, period=each
+            name=f"{root}.{stack}",
+            rows=parts * each,
+            start=0 if alternate else number * each,
+            block=each,
+            period=each,
+            order=range(number, parts * each, parts) if alternate else None,
         )
-        return rows.describe(spec, transposed=True, stack=self.shape.mixture.experts)
+        # Files stack the matrices transposed, so that `rows` are columns of each matrix in the stack.
+        ending = "_bias" if bias else ""
+        return rows.describe(spec, ending, transposed=not bias, stack=self.shape.mixture.experts)
 
     def _columns(
         self, parts: "Iterable[_Part]", parameter: Parameter, layer: int, *, bias: bool = False

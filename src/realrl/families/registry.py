@@ -27,6 +27,7 @@ BUILT_IN = {
     "glm4": "realrl.families.built_in.others:GLM4",
     "gpt2": "realrl.families.built_in.gpt:GPT2",
     "gpt_neox": "realrl.families.built_in.gpt:GPT_NEOX",
+    "gpt_oss": "realrl.families.built_in.gpt:GPT_OSS",
     "granite": "realrl.families.built_in.others:GRANITE",
     "llama": "realrl.families.built_in.llama:LLAMA",
     "llama4_text": "realrl.families.built_in.llama:LLAMA4",

@@ -74,6 +74,7 @@ _ACTIVATION_NAMES: Mapping[Activation, str] = {
     "silu": "silu",
     "gelu": "gelu",
     "gelu_tanh": "gelu_pytorch_tanh",
+    "clamped_silu": "silu",  # files of gpt-oss say "silu"
 }
 
 
@@ -186,7 +187,7 @@ class ConfigReader:
     def check_all_read(self, irrelevant: Iterable[str] = ()) -> None:
         """Raise UserError unless every setting was read or is known to be irrelevant."""
         self.fixed(FIXED)
-        if self.read("quantization_config") is not None:
+        if "quantization_config" not in self._read and self.read("quantization_config") is not None:
             raise self.fail(
                 "quantization_config is not supported; give a model whose weights are not quantised"
             )

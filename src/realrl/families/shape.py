@@ -1,7 +1,8 @@
 """The shape of a decoder model: its sizes, and what its layers compute. This module does not import torch."""
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from math import inf
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -9,8 +10,27 @@ from realrl.config.base import DERIVED, Settings
 from realrl.families.adapters import LowRank
 from realrl.families.tensors import Quantisation
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
-"""`gelu_tanh` is GELU's approximation by a tanh."""
+Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_silu"]
+"""`gelu_tanh` is GELU's approximation by a tanh. `clamped_silu` is a steeper silu of bounded numbers, always with a
+gate (gpt-oss; `SWIGLU` has the formula)."""
+
+
+class SwiGLU(NamedTuple):
+    """Numbers in a gated activation, which computes g * sigmoid(slope * g) * (u + offset).
+
+    g is the gate, bounded above by `limit`. u is the number that it multiplies, bounded by -`limit` and `limit`.
+    """
+
+    slope: float
+    limit: float
+    offset: float
+
+
+SWIGLU: Mapping[Activation, SwiGLU] = {
+    "silu": SwiGLU(slope=1.0, limit=inf, offset=0.0),
+    "clamped_silu": SwiGLU(slope=1.702, limit=7.0, offset=1.0),
+}
+"""Gated activations that one kernel computes, forward and backward."""
 
 
 class LayerOptions(Settings):
@@ -33,7 +53,8 @@ class LayerOptions(Settings):
     out_bias: bool = False
     """Whether the output projection of attention has a bias."""
     mlp_bias: bool = False
-    """Whether the matrices of the feed-forward block have biases."""
+    """Whether the matrices of the feed-forward block have biases. In a mixture, the router and the experts have
+    them."""
     head_bias: bool = False
     """Whether the language-model head has a bias."""
     activation: Activation = "silu"
@@ -57,6 +78,12 @@ class LayerOptions(Settings):
     """Factor of the logits."""
     logit_cap: PositiveFloat | None = None
     """Bound of the logits, applied like `attention_cap`."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.activation == "clamped_silu" and not self.gated:
+            raise ValueError("activation=clamped_silu needs gated=true")
+        return self
 
     @property
     def scores_in_memory(self) -> bool:

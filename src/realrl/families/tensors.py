@@ -26,8 +26,11 @@ Parameter = Literal[
     "down",
     "down_bias",
     "router",
+    "router_bias",
     "experts_gate_up",
+    "experts_gate_up_bias",
     "experts_down",
+    "experts_down_bias",
     "mlp_post_norm",
     "mlp_post_norm_bias",
     "norm",
@@ -59,9 +62,9 @@ parameter.
 
 `qkv` holds queries, keys and values. `gate_up` holds gate and up, or only up if the block has no gate. In a
 mixture, `router` has one row per expert; `experts_gate_up` holds gate and up of the first expert, then of the
-second, and so on, and `experts_down` has the same order. `positions` are learned position vectors. `sinks` are
-extra attention scores, one per query head. Norms apply to the input of a block, post norms to its output.
-`scalar_head` computes the output of a reward model or critic. The last entries are adapters of matrices
+second, and so on. `experts_down` and the biases of experts have the same order. `positions` are learned position
+vectors. `sinks` are extra attention scores, one per query head. Norms apply to the input of a block, post norms to
+its output. `scalar_head` computes the output of a reward model or critic. The last entries are adapters of matrices
 (`families/adapters.py`) and scales of quantised matrices (`families/quantisation.py`).
 """
 
@@ -142,7 +145,7 @@ class Stored:
     """Number of consecutive rows that stay together, such as the rows of a head."""
     period: int
     """Distance between the starts of two blocks, in rows of the file tensor."""
-    order: tuple[int, ...] | None = None
+    order: tuple[int, ...] | range | None = None
     """File position of each row within its block; None if the order is the same."""
     transposed: bool = False
     """Whether the rows of the model tensor are columns of the file tensor."""
@@ -212,7 +215,7 @@ class StoredRows:
     start: int = 0
     block: int
     period: int
-    order: tuple[int, ...] | None = None
+    order: tuple[int, ...] | range | None = None
 
     def describe(
         self, spec: TensorSpec, ending: str = "", *, transposed: bool = False, stack: int | None = None

@@ -19,6 +19,8 @@ from realrl.recipe.model import ModelConfig, TrainedModelConfig
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+OTHER_FILES = ["original/*", "metal/*"]
+"""Folders in which gpt-oss and Llama repeat their weights for other programs."""
 
 
 def local_directory(path: str | Path) -> Path:
@@ -31,7 +33,7 @@ def local_directory(path: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(path), allow_patterns=HUB_FILES))
+        return Path(snapshot_download(str(path), allow_patterns=HUB_FILES, ignore_patterns=OTHER_FILES))
     except Exception as error:  # the hub's client raises a dozen unrelated types
         raise _not_given(path, error) from error
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,6 +14,7 @@ from realrl.families.config_json import read_config
 from realrl.families.registry import find_family, model_tensors, ties_embeddings
 from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import Parameter, TensorSpec, Units
+from realrl.huggingface.mxfp4 import BLOCK, BLOCKS, SCALES, PackedStack
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -27,6 +28,9 @@ class StoredTensor:
     name: str
     dtype: str
     shape: tuple[int, ...]
+    scales: "StoredTensor | None" = None
+    """Scales of packed matrices; None if the tensor is not packed. If it is, `name` is the name of the blocks, and
+    `shape` is the shape of the unpacked tensor."""
 
 
 @dataclass(frozen=True)
@@ -62,18 +66,25 @@ class TensorFiles:
         self._opened = ExitStack()
         self._file: Path | None = None
         self._reader: Any = None
+        self._of_scales: TensorFiles | None = None
 
     def __enter__(self) -> "TensorFiles":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._close()
+        if self._of_scales is not None:
+            self._of_scales._close()
 
     def find(self, tensor: StoredTensor) -> Any:
-        """Open a tensor as a slice, which reads only the parts that are indexed.
+        """Open a tensor as a slice, which reads only the parts that are indexed, and unpacks them.
 
         Raises UserError for a damaged file.
         """
+        if tensor.scales is not None:
+            # Scales may be in another file than their blocks. Each of the two files stays open.
+            self._of_scales = self._of_scales or TensorFiles()
+            return PackedStack(self.find(replace(tensor, scales=None)), self._of_scales.find(tensor.scales))
         if tensor.file != self._file:
             self._close()
             self._reader = self._opened.enter_context(open_file(tensor.file))
@@ -96,7 +107,7 @@ def find_tensors(directory: Path, shape: ModelShape, wanted: Iterable[TensorSpec
     outside = _specs_outside_layers(shape)
     names = {parameter: spec.name for parameter, spec in outside.items()}
     embedding, lm_head, scalar_head = names["embedding"], names["lm_head"], names["scalar_head"]
-    stored = _named_as_in_family(_read_headers(directory), [*specs.values(), *outside.values()])
+    stored = _named_as_in_family(_join_packed(_read_headers(directory)), [*specs.values(), *outside.values()])
     if scalar_head in stored and scalar_head not in specs:
         raise UserError(f"{directory} is a sequence classifier, not a language model: it has a {scalar_head}")
     found = {}
@@ -120,6 +131,25 @@ def find_tensors(directory: Path, shape: ModelShape, wanted: Iterable[TensorSpec
         _check(repeated, specs[embedding], shape)
     pair = None if repeated is None else (repeated, found[embedding])
     return Contents(found, absent, outside["embedding"], pair)
+
+
+def _join_packed(stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
+    """Replace each pair of blocks and scales by the stack that they hold."""
+    found = dict(stored)
+    for name, blocks in stored.items():
+        stack = name.removesuffix(BLOCKS)
+        scales = stored.get(f"{stack}{SCALES}")
+        if stack == name or scales is None or stack in stored:
+            continue
+        if blocks.dtype != "U8" or scales.dtype != "U8" or blocks.shape != (*scales.shape, BLOCK // 2):
+            raise UserError(
+                f"{blocks.file}: tensors {name} and {scales.name} do not hold matrices in the format MXFP4"
+            )
+        del found[name], found[scales.name]
+        *experts, rows, groups = scales.shape
+        shape = (*experts, groups * BLOCK, rows)
+        found[stack] = replace(blocks, dtype="MXFP4", shape=shape, scales=scales)
+    return found
 
 
 def _named_as_in_family(
@@ -163,7 +193,7 @@ def stored_rows(spec: TensorSpec, shape: ModelShape) -> int | None:
 
 def check_type(tensor: StoredTensor) -> None:
     """Check that a stored tensor has a supported type. Raises UserError if not."""
-    if tensor.dtype not in FLOATS:
+    if tensor.dtype not in FLOATS and tensor.scales is None:
         raise UserError(
             f"{tensor.file}: tensor {tensor.name} has type {tensor.dtype}; accepted are {', '.join(FLOATS)}"
         )

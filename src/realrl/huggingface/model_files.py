@@ -76,8 +76,11 @@ SHARD_BYTES = 5e9
 
 
 def read_dtype(path: str | Path) -> torch.dtype:
-    """Choose the dtype for a model: bfloat16 if its `config.json` names bfloat16 or float16, otherwise float32."""
+    """Choose the dtype for a model: bfloat16 if its `config.json` names bfloat16 or float16, or if its files are
+    packed; otherwise float32."""
     config = read_json(config_file(path))
+    if config.get("quantization_config") is not None:
+        return torch.bfloat16
     name = config.get("dtype", config.get("torch_dtype"))
     return torch.bfloat16 if name in ("bfloat16", "float16") else torch.float32
 

@@ -45,6 +45,11 @@ class Shard:
             case layer:
                 return layer in self.layers
 
+    def holds_whole_expert(self, spec: TensorSpec) -> bool:
+        """Check whether a tensor of this rank belongs to an expert that no other TP rank computes (expert
+        parallelism)."""
+        return spec.expert is not None and self.ep > 1
+
     @property
     def first(self) -> bool:
         """Whether this is the first stage, which embeds tokens."""

@@ -43,6 +43,15 @@ class ExpertBlock:
     """Index of the layer in its pipeline stage."""
     group: Group
     """Ranks that divide the experts; a single rank without expert parallelism."""
+    router_bias: Tensor | None = None
+    """[E]"""
+    gate_up_bias: Tensor | None = None
+    """Biases of gate and up of the experts. [E * 2 * units]"""
+    down_bias: Tensor | None = None
+    """Biases of the experts' outputs. [E * H]"""
+    adds_down_bias: bool = True
+    """Whether this rank adds `down_bias`. Ranks that cut experts sum their outputs, so only one of them may do
+    it."""
 
     @property
     def divided(self) -> bool:
@@ -51,7 +60,7 @@ class ExpertBlock:
 
     def run(self, x: Tensor, matrices: Matrices, routing: Routing) -> Tensor:
         """Compute the weighted sum of each token's experts, over this rank's units. x: [T, H] -> [T, H]"""
-        scores = self._score(matrices.multiply(x, self.router, None))
+        scores = self._score(matrices.multiply(x, self.router, self.router_bias))
         weights, experts = self._choose(scores, routing)
         return self._apply(x, weights, Groups.of(experts, self.mixture.experts), matrices)
 
@@ -64,9 +73,9 @@ class ExpertBlock:
         own, first = tp.own, 0 if tp.divides_rows else tp.own.start
         mine = x[first : first + own.stop - own.start]
         if tp.divides_rows:
-            scores = tp.gather_parts(self._score(matrices.multiply(mine, self.router, None)))
+            scores = tp.gather_parts(self._score(matrices.multiply(mine, self.router, self.router_bias)))
         else:
-            scores = self._score(matrices.multiply(x, self.router, None))
+            scores = self._score(matrices.multiply(x, self.router, self.router_bias))
         # Every TP rank chooses for all tokens, because records and balance losses need the choices of all tokens.
         weights, experts = self._choose(scores, routing)
         dispatch = Dispatch.of(experts[own], self.mixture.experts, self.group)
@@ -103,6 +112,8 @@ class ExpertBlock:
         else:
             gate_up = matrices.multiply_groups(x, self.gate_up, groups, of_tokens=True)
         del x
+        if self.gate_up_bias is not None:
+            gate_up = matrices.add_biases(gate_up, self.gate_up_bias, torch.ones_like(weights), groups)
         inner = activate(gate_up, self.activation, gated=True)
         del gate_up
         if mixture.weighed == "outputs":
@@ -111,6 +122,13 @@ class ExpertBlock:
             inner = inner * weights.to(inner.dtype)[:, None]
         rows = matrices.multiply_groups(inner, self.down, groups)
         del inner
+        if self.down_bias is not None:
+            if not self.adds_down_bias:
+                # A rank that adds nothing computes a gradient too, because hooks wait for it.
+                weights = torch.zeros_like(weights)
+            elif mixture.weighed == "inputs":
+                weights = torch.ones_like(weights)
+            rows = matrices.add_biases(rows, self.down_bias, weights, groups)
         sums = sum_copies(rows, groups)
         if dispatch is None:
             return sums
@@ -256,7 +274,10 @@ class Layer(nn.Module):
         self._experts: ExpertBlock | None = None
         if mixture is not None:
             self.router = require("router")
+            self.router_bias = parameter("router_bias")
             self.experts_gate_up, self.experts_down = require("experts_gate_up"), require("experts_down")
+            self.experts_gate_up_bias = parameter("experts_gate_up_bias")
+            self.experts_down_bias = parameter("experts_down_bias")
             self._experts = ExpertBlock(
                 self.router,
                 self.experts_gate_up,
@@ -265,6 +286,10 @@ class Layer(nn.Module):
                 self._activation,
                 number - shard.layers.start,
                 expert_group,
+                router_bias=self.router_bias,
+                gate_up_bias=self.experts_gate_up_bias,
+                down_bias=self.experts_down_bias,
+                adds_down_bias=shard.tp_index == 0 or shard.ep > 1,
             )
         self.mlp_post_norm = parameter("mlp_post_norm")
         self.mlp_post_norm_bias = parameter("mlp_post_norm_bias")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from realrl.families.shape import Mixture
 from realrl.model.adapter import Adapter, adapt
-from realrl.model.arithmetic.grouped import Groups, grouped_linear, has_grouped_kernel
+from realrl.model.arithmetic.grouped import Groups, add_biases, grouped_linear, has_grouped_kernel
 from realrl.model.arithmetic.ops import Multiply, Products, linear
 from realrl.model.cpu.products import Panels
 from realrl.model.gpu.path import on_gpu
@@ -31,6 +31,10 @@ class Matrices:
         """Multiply each row by the matrix of its group; see `grouped_linear`."""
         stack = widen_if_quantised(stack, self._quantised, x.dtype)
         return grouped_linear(x, stack, groups, self._products, of_tokens=of_tokens)
+
+    def add_biases(self, rows: Tensor, biases: Tensor, weights: Tensor, groups: Groups) -> Tensor:
+        """Add to each row the bias of its group, times the row's weight, in place; see `grouped.add_biases`."""
+        return add_biases(rows, biases, weights, groups, self._products)
 
 
 class DecodeWeights(Matrices):

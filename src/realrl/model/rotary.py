@@ -111,7 +111,8 @@ def _scale_by_yarn(plain: Tensor, theta: float, scaling: RopeScaling, original: 
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dims - 1)
-    ramp = ((torch.arange(len(plain)) - low) / max(high - low, 0.001)).clamp(0, 1)
+    # Very short original lengths give low > high. The quotient is then negative, as in transformers.
+    ramp = ((torch.arange(len(plain)) - low) / (high - low or 0.001)).clamp(0, 1)
     return plain * (1 - ramp) + plain / scaling.factor * ramp
 
 

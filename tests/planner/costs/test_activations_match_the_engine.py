@@ -63,6 +63,12 @@ FAMILIES = {
             "intermediate_size": 400,
             "unrotated_layers": (3,),
         },
+        "gpt_oss": {
+            "mixture": Mixture(experts=8, per_token=3),
+            "intermediate_size": 320,
+            "window": 50,
+            "windowed_layers": (0, 2),
+        },
     }.items()
 }
 NEW_TOKENS = 24

@@ -7,7 +7,7 @@ import pytest
 from realrl.dataflow.call import Call, Kind
 from realrl.families.adapters import LowRank
 from realrl.families.built_in.llama import LLAMA4_MIXTURE
-from realrl.families.shape import Head, Mixture, ModelShape
+from realrl.families.shape import Head, LayerOptions, Mixture, ModelShape
 from realrl.layout.sets import WHOLE, TrainablePart
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.memory.call_memory import MemoryModel
@@ -44,6 +44,14 @@ SHAPES = {
             "mixture": LLAMA4_MIXTURE.model_copy(update={"experts": 8}),
             "intermediate_size": 400,
             "unrotated_layers": (1,),
+        }
+    ),
+    "biased experts": PLAIN.model_copy(
+        update={
+            "family": "mixtral",
+            "mixture": Mixture(experts=4, per_token=2),
+            "intermediate_size": 400,
+            "layer": LayerOptions(mlp_bias=True, activation="clamped_silu"),
         }
     ),
     "adapted": PLAIN.model_copy(update={"lora": LowRank(rank=24)}),

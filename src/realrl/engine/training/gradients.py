@@ -125,7 +125,7 @@ def _sum_partial(model: Model, gradients: FlatBuffer) -> dict[str, Tensor]:
 
 def _is_partial(model: Model, spec: TensorSpec) -> bool:
     """Check whether this rank has only a part of a tensor's gradient, which must be summed over TP ranks."""
-    if model.groups.tensor.size == 1:
+    if model.groups.tensor.size == 1 or model.shard.holds_whole_expert(spec):
         return False
     match spec.partial_gradient:
         case Partial.NEVER:
@@ -163,7 +163,7 @@ def find_counted_elements(model: Model, local: LocalTensor) -> tuple[int, int]:
     end = local.numel
     if spec.place is Place.BOTH_ENDS and not shard.first:
         return 0, 0
-    if shard.tp_index == 0:
+    if shard.tp_index == 0 or shard.holds_whole_expert(spec):
         return 0, end
     if spec.partition is None:
         return 0, 0

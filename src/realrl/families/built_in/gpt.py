@@ -1,4 +1,5 @@
-"""GPT-2, GPT-NeoX (Pythia) and StarCoder2: LayerNorm, biases, and a feed-forward block without a gate."""
+"""GPT-2, GPT-NeoX (Pythia) and StarCoder2: LayerNorm, biases, and a feed-forward block without a gate. And gpt-oss,
+a mixture of experts."""
 
 from realrl.families.built_in.parts import (
     ATTENTION_BIAS,
@@ -8,10 +9,19 @@ from realrl.families.built_in.parts import (
     describe,
     fixed,
     flag,
+    mixture,
     one_window,
+    sizes,
+    windows,
 )
 from realrl.families.decoder_tensors import Names, named_decoder
-from realrl.families.settings import ConfigReader, read_sizes, write_partial_rotary, write_sizes
+from realrl.families.settings import (
+    ROUTER_LOSS,
+    ConfigReader,
+    read_sizes,
+    write_partial_rotary,
+    write_sizes,
+)
 from realrl.families.shape import LayerOptions, ModelShape
 
 _LAYER = LayerOptions(
@@ -159,4 +169,53 @@ STARCODER2 = describe(
         *("activation_function", "attention_softmax_in_fp32", "layer_norm_epsilon"),
         "scale_attention_softmax_in_fp32",
     ),
+)
+
+
+# gpt-oss: attention sinks, windows in every second layer, and experts with biases.
+
+
+def _check_gpt_oss(config: ConfigReader, fields: Settings, usual: LayerOptions) -> Settings:
+    """Check that files name their rotary settings, and how they pack the matrices of experts. Saved models are not
+    packed."""
+    if not config.has("rope_parameters") and not config.has("rope_scaling"):
+        # transformers then scales frequencies, by its own default.
+        raise config.fail("rope_parameters is missing")
+    packed = config.section("quantization_config")
+    packed.fixed({"quant_method": "mxfp4"})
+    packed.skip("modules_to_not_convert", "dequantize")
+    packed.check_all_read()
+    return {}
+
+
+GPT_OSS = describe(
+    "gpt_oss",
+    "GptOss",
+    # The activation has its own numbers, although files say "silu" (`SWIGLU`).
+    fixed({"hidden_act": "silu", "swiglu_limit": 7.0, "swiglu_alpha": 1.702}),
+    sizes(
+        {
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "rope_theta": 150000.0,
+            "rms_norm_eps": 1e-5,
+        }
+    ),
+    windows(lambda layer: layer % 2 == 0, 128),
+    mixture(experts=128, per_token=4, normalised=True),
+    ATTENTION_BIAS,
+    Part(_check_gpt_oss, lambda shape, options: {}),
+    layer=LayerOptions(qkv_bias=True, out_bias=True, mlp_bias=True, sinks=True, activation="clamped_silu"),
+    tensors=named_decoder(
+        Names(
+            router="mlp.router",
+            experts_gate_up="mlp.experts.gate_up_proj",
+            experts_alternate=True,
+            experts_down="mlp.experts.down_proj",
+        )
+    ),
+    mixture=True,
+    # The published files repeat some settings under the names of OpenAI's own code.
+    untouched=("initial_context_length", "experts_per_token", *ROUTER_LOSS),
 )

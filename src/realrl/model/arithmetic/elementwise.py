@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from realrl.families.shape import Activation
+from realrl.families.shape import SWIGLU, Activation, SwiGLU
 from realrl.model.arithmetic.autograd import apply_function
 from realrl.model.cpu import elementwise as cpu
 from realrl.model.cpu.rows import count_claims
@@ -110,24 +110,26 @@ def add_one(weight: Tensor) -> Tensor:
 
 class _SwiGLU(Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, numbers: SwiGLU) -> Tensor:
         ctx.save_for_backward(gate_up)
+        ctx.numbers = numbers
         out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        cpu.swiglu_forward(len(gate_up), _as_rows(gate_up), out)
+        cpu.swiglu_forward(len(gate_up), _as_rows(gate_up), *numbers, out)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (gate_up,) = ctx.saved_tensors
         out = torch.empty_like(gate_up)
-        cpu.swiglu_backward(len(gate_up), _as_rows(gate_up), _as_rows(grad), out)
-        return out
+        cpu.swiglu_backward(len(gate_up), _as_rows(gate_up), *ctx.numbers, _as_rows(grad), out)
+        return out, None
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """Compute silu(gate) * up (Shazeer 2020). gate_up: [N, 2 I], gate first -> [N, I]"""
+def swiglu(gate_up: Tensor, numbers: SwiGLU = SWIGLU["silu"]) -> Tensor:
+    """Compute a gated activation, by default silu(gate) * up (Shazeer 2020). gate_up: [N, 2 I], gate first -> [N,
+    I]"""
     function = load_kernels().elementwise.SwiGLU if on_gpu(gate_up) else _SwiGLU
-    return apply_function(function, gate_up)
+    return apply_function(function, gate_up, numbers)
 
 
 _NUMBERS = {"silu": cpu.SILU, "gelu": cpu.GELU, "gelu_tanh": cpu.GELU_TANH}
@@ -158,8 +160,8 @@ class _Activation(Function):
 
 def activate(x: Tensor, activation: Activation, *, gated: bool) -> Tensor:
     """Apply the activation to x [N, I]. If `gated`, x is [N, 2 I], gate before up, and the result is
-    activation(gate) * up. -> [N, I]"""
-    if gated and activation == "silu":
-        return swiglu(x)
+    activation(gate) * up, or what `SWIGLU` says. -> [N, I]"""
+    if gated and activation in SWIGLU:
+        return swiglu(x, SWIGLU[activation])
     function = load_kernels().elementwise.Activate if on_gpu(x) else _Activation
     return apply_function(function, x, activation, gated)

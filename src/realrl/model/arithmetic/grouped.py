@@ -61,6 +61,12 @@ class Groups:
             if first < end
         ]
 
+    @cached_property
+    def numbers(self) -> Tensor:
+        """Group of each row. [R]"""
+        rows = torch.arange(len(self.order), dtype=torch.int32, device=self.order.device)
+        return torch.searchsorted(self.ends, rows, right=True)
+
     def gather(self, x: Tensor) -> Tensor:
         """Copy tokens to their rows, without gradient. [T, K] -> [R, K]"""
         return x.index_select(0, self.tokens)
@@ -150,6 +156,47 @@ def grouped_linear(
     stack: [E * M, K], a parameter or a tensor without gradient; its gradient is added to `stack.grad`.
     """
     return apply_function(_GroupedLinear, x, stack, groups, products, of_tokens)
+
+
+class _AddBiases(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, biases: Tensor, weights: Tensor, groups: Groups, products: Products
+    ) -> Tensor:
+        ctx.save_for_backward(biases, weights)
+        ctx.groups, ctx.products = groups, products
+        ctx.mark_dirty(rows)
+        of_groups = biases.view(-1, rows.shape[1])
+        if on_gpu(rows):
+            load_kernels().elementwise.add_biases(rows, of_groups, groups.numbers, weights)
+        else:
+            for group, first, end in groups.bounds:
+                rows[first:end] += weights[first:end, None] * of_groups[group].float()
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None, None, None]:
+        biases, weights = ctx.saved_tensors
+        _, need_biases, need_weights, *_ = ctx.needs_input_grad
+        of_groups = biases.view(-1, grad.shape[1])
+        numbers = ctx.groups.numbers[:, None]
+        if need_biases:
+            # A product with a matrix of weights sums the rows of each group in a fixed order. [R, E]
+            placed = weights.new_zeros(len(grad), len(of_groups)).scatter_(1, numbers, weights[:, None])
+            into = find_gradient(biases).view_as(of_groups)
+            ctx.products.add_weight_gradient(placed.to(grad.dtype), grad, into)
+        if not need_weights:
+            return grad, None, None, None, None
+        grad_weights = ctx.products.matmul_nt(grad, of_groups.to(grad.dtype)).gather(1, numbers)
+        return grad, None, grad_weights.squeeze(1).to(weights.dtype), None, None
+
+
+def add_biases(rows: Tensor, biases: Tensor, weights: Tensor, groups: Groups, products: Products) -> Tensor:
+    """Add to each row the bias of its group, times the row's weight, in place. rows: [R, M], weights: [R] float32
+
+    biases: [E * M], a parameter or a tensor without gradient; its gradient is added to `biases.grad`.
+    """
+    return apply_function(_AddBiases, rows, biases, weights, groups, products)
 
 
 class _GatherWeighed(Function):

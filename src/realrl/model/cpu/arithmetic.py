@@ -32,6 +32,18 @@ def exp(x: np.float32) -> np.float32:
 
 
 @numba.njit(inline="always", error_model="numpy")
+def bound_above(x: np.float32, limit: np.float32) -> np.float32:
+    """Return x, or `limit` if x is larger. NaN stays NaN."""
+    return limit if x > limit else x
+
+
+@numba.njit(inline="always", error_model="numpy")
+def bound_both(x: np.float32, limit: np.float32) -> np.float32:
+    """Return x, or the nearest number between -limit and limit. NaN stays NaN."""
+    return -limit if x < -limit else bound_above(x, limit)
+
+
+@numba.njit(inline="always", error_model="numpy")
 def soft_bound(x: np.float32, bound: np.float32) -> np.float32:
     """Compute bound * tanh(x / bound), with an error of at most 1e-7 * bound. Uses tanh(|z|) = (1 - e^-2|z|) / (1 +
     e^-2|z|)."""

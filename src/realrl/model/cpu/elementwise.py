@@ -3,6 +3,8 @@
 import numpy as np
 
 from realrl.model.cpu.arithmetic import (
+    bound_above,
+    bound_both,
     gelu_slope,
     gelu_tanh_slope,
     normal_cdf,
@@ -27,7 +29,7 @@ def bound_rows(work: Work) -> None:
         first, last = claim(work)
 
 
-ONE = np.float32(1.0)
+ZERO, ONE = np.float32(0.0), np.float32(1.0)
 
 
 @row_kernel(outputs=2)
@@ -98,32 +100,38 @@ def rms_norm_backward(work: Work) -> None:
 
 @row_kernel(outputs=1)
 def swiglu_forward(work: Work) -> None:
-    """Compute silu(gate) * up: gate_up [N, 2 I] -> out [N, I]."""
+    """Compute a `SwiGLU`: gate_up [N, 2 I], slope, limit, offset -> out [N, I]."""
+    slope, limit, offset = number(work, 1), number(work, 2), number(work, 3)
     first, last = claim(work)
     while first < last:
         for i in range(first, last):
-            gate_up, out = row(work, 0, i), row(work, 1, i)
+            gate_up, out = row(work, 0, i), row(work, 4, i)
             width = len(out)
             gate, up = gate_up[:width], gate_up[width:]
             for j in range(width):
-                out[j] = gate[j] * sigmoid(gate[j]) * up[j]
+                g = bound_above(gate[j], limit)
+                out[j] = g * sigmoid(slope * g) * (bound_both(up[j], limit) + offset)
         first, last = claim(work)
 
 
 @row_kernel(outputs=1)
 def swiglu_backward(work: Work) -> None:
-    """Differentiate: gate_up [N, 2 I], grad [N, I] -> grad_gate_up [N, 2 I]."""
+    """Differentiate: gate_up [N, 2 I], slope, limit, offset, grad [N, I] -> grad_gate_up [N, 2 I]."""
+    slope, limit, offset = number(work, 1), number(work, 2), number(work, 3)
     first, last = claim(work)
     while first < last:
         for i in range(first, last):
-            gate_up, grad, out = row(work, 0, i), row(work, 1, i), row(work, 2, i)
+            gate_up, grad, out = row(work, 0, i), row(work, 4, i), row(work, 5, i)
             width = len(grad)
             gate, up = gate_up[:width], gate_up[width:]
             grad_gate, grad_up = out[:width], out[width:]
             for j in range(width):
-                share = sigmoid(gate[j])
-                grad_up[j] = grad[j] * gate[j] * share
-                grad_gate[j] = grad[j] * up[j] * share * (ONE + gate[j] * (ONE - share))
+                g, u = bound_above(gate[j], limit), bound_both(up[j], limit)
+                share = sigmoid(slope * g)
+                slope_of_gate = share * (ONE + slope * g * (ONE - share))
+                # Comparisons with NaN are false, so NaN stays NaN.
+                grad_up[j] = ZERO if abs(up[j]) > limit else grad[j] * g * share
+                grad_gate[j] = ZERO if gate[j] > limit else grad[j] * (u + offset) * slope_of_gate
         first, last = claim(work)
 
 

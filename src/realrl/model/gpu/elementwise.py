@@ -227,28 +227,34 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _swiglu_kernel(gate_up, out, width, BLOCK: tl.constexpr):
+def _swiglu_kernel(gate_up, out, width, slope, limit, offset, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     gate = tl.load(gate_up + row * 2 * width + column, inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + column, inside, other=0.0).to(tl.float32)
-    value = gate * tl.sigmoid(gate) * up
+    # Comparisons with NaN are false, so NaN stays NaN.
+    gate = tl.where(gate > limit, limit, gate)
+    up = tl.where(tl.abs(up) > limit, tl.where(up > 0, limit, -limit), up)
+    value = gate * tl.sigmoid(slope * gate) * (up + offset)
     tl.store(out + row * width + column, value.to(out.dtype.element_ty), inside)
 
 
 @triton.jit
-def _swiglu_gradient_kernel(grad, gate_up, grad_gate_up, width, BLOCK: tl.constexpr):
+def _swiglu_gradient_kernel(grad, gate_up, grad_gate_up, width, slope, limit, offset, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     upstream = tl.load(grad + row * width + column, inside, other=0.0).to(tl.float32)
     gate = tl.load(gate_up + row * 2 * width + column, inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + column, inside, other=0.0).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
+    above, outside = gate > limit, tl.abs(up) > limit
+    gate = tl.where(above, limit, gate)
+    up = tl.where(outside, tl.where(up > 0, limit, -limit), up)
+    sigmoid = tl.sigmoid(slope * gate)
     silu = gate * sigmoid
-    grad_gate = upstream * up * (sigmoid + silu * (1 - sigmoid))
-    grad_up = upstream * silu
+    grad_gate = tl.where(above, 0.0, upstream * (up + offset) * (sigmoid + slope * silu * (1 - sigmoid)))
+    grad_up = tl.where(outside, 0.0, upstream * silu)
     kind = grad_gate_up.dtype.element_ty
     tl.store(grad_gate_up + row * 2 * width + column, grad_gate.to(kind), inside)
     tl.store(grad_gate_up + row * 2 * width + width + column, grad_up.to(kind), inside)
@@ -258,33 +264,63 @@ def _grid(rows: int, width: int) -> tuple[int, int]:
     return rows, triton.cdiv(width, _BLOCK)
 
 
-@register_kernel("swiglu(Tensor gate_up, Tensor(a!) out)")
-def _swiglu(gate_up: Tensor, out: Tensor) -> None:
-    _swiglu_kernel[_grid(*out.shape)](gate_up, out, out.shape[1], BLOCK=_BLOCK)
+@register_kernel("swiglu(Tensor gate_up, float slope, float limit, float offset, Tensor(a!) out)")
+def _swiglu(gate_up: Tensor, slope: float, limit: float, offset: float, out: Tensor) -> None:
+    width = out.shape[1]
+    _swiglu_kernel[_grid(*out.shape)](gate_up, out, width, slope, limit, offset, BLOCK=_BLOCK)
 
 
-@register_kernel("swiglu_backward(Tensor grad, Tensor gate_up, Tensor(a!) grad_gate_up)")
-def _swiglu_backward(grad: Tensor, gate_up: Tensor, grad_gate_up: Tensor) -> None:
-    _swiglu_gradient_kernel[_grid(*grad.shape)](grad, gate_up, grad_gate_up, grad.shape[1], BLOCK=_BLOCK)
+@register_kernel(
+    "swiglu_backward(Tensor grad, Tensor gate_up, float slope, float limit, float offset, "
+    "Tensor(a!) grad_gate_up)"
+)
+def _swiglu_backward(
+    grad: Tensor, gate_up: Tensor, slope: float, limit: float, offset: float, grad_gate_up: Tensor
+) -> None:
+    width = grad.shape[1]
+    _swiglu_gradient_kernel[_grid(*grad.shape)](
+        grad, gate_up, grad_gate_up, width, slope, limit, offset, BLOCK=_BLOCK
+    )
 
 
 class SwiGLU(Function):
-    """Activation silu(gate) * up, computed in float32. gate_up: [N, 2 I] -> [N, I]"""
+    """A gated activation (`families.shape.SwiGLU`), computed in float32. gate_up: [N, 2 I] -> [N, I]"""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, numbers: tuple[float, float, float]) -> Tensor:
         gate_up = gate_up.contiguous()
         ctx.save_for_backward(gate_up)
+        ctx.numbers = numbers
         out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        _swiglu(gate_up, out)
+        _swiglu(gate_up, *numbers, out)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (gate_up,) = ctx.saved_tensors
         out = torch.empty_like(gate_up)
-        _swiglu_backward(grad.contiguous(), gate_up, out)
-        return out
+        _swiglu_backward(grad.contiguous(), gate_up, *ctx.numbers, out)
+        return out, None
+
+
+@triton.jit
+def _add_biases_kernel(rows, biases, groups, weights, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    bias = tl.load(biases + tl.load(groups + row) * width + column, inside, other=0.0).to(tl.float32)
+    place = rows + row * width + column
+    total = tl.load(place, inside, other=0.0).to(tl.float32) + bias * tl.load(weights + row)
+    tl.store(place, total.to(rows.dtype.element_ty), inside)
+
+
+@register_kernel("add_biases(Tensor(a!) rows, Tensor biases, Tensor groups, Tensor weights)")
+def add_biases(rows: Tensor, biases: Tensor, groups: Tensor, weights: Tensor) -> None:
+    """Add to each row the bias of its group, times the row's weight, in place.
+
+    rows: [R, M], biases: [E, M], groups: [R] int64, weights: [R] float32; all are contiguous
+    """
+    _add_biases_kernel[_grid(*rows.shape)](rows, biases, groups, weights, rows.shape[1], BLOCK=_BLOCK)
 
 
 _ROTATED = 2048

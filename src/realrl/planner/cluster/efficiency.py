@@ -151,6 +151,10 @@ class Efficiency:
     """Additional kernels of EP ranks forward: numbers of rows to exchange, and the order of rows that arrive."""
     expert_backward_operations: int = 24
     """Additional kernels of a mixture of experts backward."""
+    expert_bias_operations: int = 5
+    """Additional kernels forward if the experts have biases."""
+    expert_bias_backward_operations: int = 14
+    """Additional kernels backward if the experts have biases."""
     decode_operations: int = 10
     """Kernels of a layer in a decode step."""
     sampling_operations: int = 35

@@ -304,6 +304,8 @@ class Roofline:
             # Rows are gathered for each expert, weighted, and the rows of a token are added up.
             values += self._rows * (5 * s.shape.hidden_size + 2 * self._weighed)
             values += s.shape.hidden_size * (1 + 3 * s.shared_blocks) + self._router_values
+            # Biases are added in place.
+            values += 2 * self._rows * (s.expert_gate_up_dim + s.shape.hidden_size) * s.expert_biases
         if s.qk_norm:
             # Queries and keys are normalised, and then concatenated with the values.
             values += 2 * (s.q_dim + s.kv_dim) + 2 * (s.q_dim + 2 * s.kv_dim)

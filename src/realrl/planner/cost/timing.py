@@ -247,6 +247,7 @@ class Timing:
         if self.sizes.experts:
             # A shared block has two products, an activation and a sum.
             operations += self.efficiency.expert_operations + 4 * self.sizes.shared_blocks
+            operations += self.efficiency.expert_bias_operations * self.sizes.expert_biases
             operations += self.efficiency.expert_exchange_operations * (self.sizes.ep > 1)
             # Without a grouped kernel, each expert has two products of its own.
             operations += 0 if self._groups_products else 2 * self.sizes.experts
@@ -261,6 +262,7 @@ class Timing:
         operations += 2 * len(sizes.widened_shapes)
         if sizes.experts:
             operations += e.expert_backward_operations + 8 * sizes.shared_blocks
+            operations += e.expert_bias_backward_operations * sizes.expert_biases
             operations += 0 if self._groups_products else 4 * sizes.experts
         return operations
 

@@ -10,6 +10,7 @@ from functools import cached_property, lru_cache, reduce
 
 import numpy as np
 
+from realrl.families.shape import SWIGLU
 from realrl.layout import limits
 from realrl.layout.limits import ADDED_ELEMENTS, bucket_lengths
 from realrl.planner.workload.shard_sizes import LocalSizes
@@ -194,9 +195,11 @@ class LayerMemory:
     def _choices(self) -> float:
         """Elements per token that record its chosen experts.
 
-        Each chosen expert takes four int64 (its number, place, order and token) and two float32 weights.
+        Each chosen expert takes four int64 (its number, place, order and token) and two float32 weights. Biases of
+        experts also need the expert of each row, an int64, and its weight, which is 1 before the activation.
         """
-        return self._rows * (4 * 8 / self.element_bytes + 2 * self._float32)
+        biased = self.sizes.expert_biases
+        return self._rows * ((4 + biased) * 8 / self.element_bytes + (2 + biased) * self._float32)
 
     @property
     def _kept_adapters(self) -> int:
@@ -223,9 +226,10 @@ class LayerMemory:
         s = self.stream
         hidden = self.hidden
         inner, gate_up = self.sizes.ffn_dim, self.sizes.gate_up_dim
-        # On a GPU, only SwiGLU has one kernel for its whole backward pass. Other gates hold intermediate gradients.
+        # On a GPU, only gates in `SWIGLU` have one kernel for the whole backward pass. Others hold intermediate
+        # gradients.
         options = self.sizes.options
-        apart = options.gated and options.activation != "silu" and not self.cpu
+        apart = options.gated and options.activation not in SWIGLU and not self.cpu
         between = 2 * inner if apart else 0
         frozen = self.sizes.frozen_matrices
         gathered = hidden if self.strategies.sequence_parallel else 0

@@ -166,6 +166,11 @@ class LocalSizes:
         return int(self.shape.mixture is None or self.shape.mixture.shared)
 
     @property
+    def expert_biases(self) -> bool:
+        """Whether the experts have biases."""
+        return self.shape.mixture is not None and self.options.mlp_bias
+
+    @property
     def weighs_inputs(self) -> bool:
         """Whether the router's weights multiply the inputs of experts instead of their outputs."""
         return self.shape.mixture is not None and self.shape.mixture.weighed == "inputs"
@@ -212,9 +217,11 @@ class LocalSizes:
         """Count a layer's elements with partial gradients, which TP ranks all-reduce. Shared key/value heads do not
         count."""
         partial = {Partial.TENSOR_PARALLEL} | ({Partial.SEQUENCE_PARALLEL} if sequence_parallel else set())
+        # With expert parallelism, one TP rank computes all of an expert.
+        specs = (spec for spec in self._layer_specs if spec.expert is None or self.ep == 1)
         return sum(
             math.prod(local_tensor(self.shape, spec, self.tp, 0).shape)
-            for spec in self._layer_specs
+            for spec in specs
             if spec.partial_gradient in partial and self.part.updates(spec, 1)
         )
 
