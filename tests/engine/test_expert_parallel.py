@@ -56,6 +56,7 @@ STRATEGIES: dict[int, list[dict[str, int]]] = {
         {"dp": 2, "cp": 2, "ep": 4, "recompute": 1},
         {"tp": 4, "ep": 2},
     ],
+    6: [{"dp": 2, "cp": 3, "ep": 2}],  # a group of ranks with different items
     8: [
         {"dp": 2, "tp": 2, "pp": 2, "ep": 4, "sequence_parallel": 1, "recompute": 1},
         {"dp": 2, "cp": 2, "tp": 2, "ep": 4, "zero": 3},

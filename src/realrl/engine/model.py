@@ -111,7 +111,7 @@ class Model:
         """Whether forward passes have collectives of ranks with different items: under ZeRO-3, and if such ranks
         divide the experts."""
         strategy = self.layout.placement.strategy
-        return strategy.shards_parameters or strategy.ep > strategy.cp * strategy.tp
+        return strategy.shards_parameters or strategy.cp * strategy.tp % strategy.ep > 0
 
     def agree_on_passes(self, count: int) -> int:
         """Return the largest `count` of all data-parallel ranks. All of these ranks then take part in this number

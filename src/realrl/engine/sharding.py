@@ -175,8 +175,7 @@ class SectionGradients:
     """Float32 gradients of a parameter set; a rank accumulates only its own rows.
 
     Gradients of all rows exist only from a section's backward pass until they are summed over the ranks with the
-    same parameters.
-    Sections are reduced in a fixed order, from the head to the embedding, so that ranks agree.
+    same parameters. Sections are reduced in a fixed order, from the head to the embedding, so that ranks agree.
     """
 
     def __init__(

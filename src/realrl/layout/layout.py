@@ -5,13 +5,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 
-from realrl.config.errors import UserError
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import Place, TensorSpec
 from realrl.layout.limits import bucket_count
 from realrl.layout.local_tensors import LocalTensor, cut_rows, local_tensor
-from realrl.layout.ranges import query_heads, stage_layers
+from realrl.layout.ranges import check_experts, query_heads, stage_layers
 from realrl.plan.axes import Divided, axes_dividing
 from realrl.plan.placement import Placement
 
@@ -185,16 +184,5 @@ def build_layout(
     divide the experts."""
     stage_layers(shape.layers, placement.strategy.pp)
     query_heads(shape, placement.strategy.tp, 0)
-    _check_experts(shape, placement.strategy.ep)
+    check_experts(shape, placement.strategy.ep)
     return Layout(shape, head, placement, subset)
-
-
-def _check_experts(shape: ModelShape, ep: int) -> None:
-    if ep == 1:
-        return
-    if shape.mixture is None:
-        raise UserError(f"ep={ep}: the model has no experts")
-    if shape.mixture.experts % ep:
-        raise UserError(f"ep={ep} does not divide the {shape.mixture.experts} experts of the model")
-    if shape.quantised is not None:
-        raise UserError(f"ep={ep}: experts that are quantised have no expert parallelism; leave ep out")

@@ -72,5 +72,17 @@ def stage_layers(layers: int, pp: int) -> tuple[range, ...]:
     return tuple(range(a, b) for a, b in pairwise(ends))
 
 
+def check_experts(shape: ModelShape, ep: int) -> None:
+    """Raise UserError if `ep` ranks cannot divide the experts of a model."""
+    if ep == 1:
+        return
+    if shape.mixture is None:
+        raise UserError(f"ep={ep}: the model has no experts")
+    if shape.mixture.experts % ep:
+        raise UserError(f"ep={ep} does not divide the {shape.mixture.experts} experts of the model")
+    if shape.quantised is not None:
+        raise UserError(f"ep={ep}: experts that are quantised have no expert parallelism; leave ep out")
+
+
 def _share(total: int, parts: int, index: int) -> range:
     return range(total * index // parts, total * (index + 1) // parts)

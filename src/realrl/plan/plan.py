@@ -227,9 +227,8 @@ class Plan:
                 )
             if call.kind is Kind.GENERATE and strategy.ep > 1:
                 raise UserError(
-                    f"plan: {call.name}: ep={strategy.ep} sends tokens between data-parallel ranks, which generate"
-                    f" independently of each other, so leave ep out: {call.role} is reallocated if its other calls"
-                    " have it"
+                    f"plan: {call.name}: generation has no expert parallelism, so leave ep={strategy.ep} out:"
+                    f" {call.role} is reallocated if its other calls have it"
                 )
         training = [call.name for call in calls if call.kind is Kind.TRAIN]
         if len({(self[name].layout, self[name].strategy.zero) for name in training}) > 1:

@@ -157,9 +157,8 @@ class ShardedAdamW:
     """Optimizer of a flat parameter buffer with a flat float32 gradient buffer of the same length.
 
     Each run of the buffers is cut into buckets, and every bucket into equal parts, one per rank. A step has three
-    phases.
-    First, it sums the gradients of each bucket over ranks (reduce-scatter); these sums can start while other
-    gradients are computed. Second, it updates this rank's parts in float32. Third, it collects the updated
+    phases. First, it sums the gradients of each bucket over ranks (reduce-scatter); these sums can start while
+    other gradients are computed. Second, it updates this rank's parts in float32. Third, it collects the updated
     parameters (all-gather), while more buckets are updated. Parameters of lower precision have float32 masters,
     which exist only for this rank's parts. A rank that is alone in its group updates everything, and uses the
     gradient buffer directly.
@@ -360,14 +359,17 @@ class ShardedAdamW:
         return self._gather(buckets)
 
     def _gather(self, buckets: "Buckets") -> list[dist.Work | None]:
-        works = []
-        for bucket in buckets:
-            whole, own = bucket.view_whole(self._parameters.data), bucket.view_own(self._parameters.data)
-            if self._master is not None:
-                own.copy_(bucket.view_state(self._master))
-            if not self._alone:
-                works.append(all_gather(whole, own, bucket.group, async_op=True))
-        return works
+        flat = self._parameters.data
+        if self._master is not None:
+            # One call, so that the host launches few kernels.
+            masters = [bucket.view_state(self._master) for bucket in buckets]
+            torch._foreach_copy_([bucket.view_own(flat) for bucket in buckets], masters)
+        if self._alone:
+            return []
+        return [
+            all_gather(bucket.view_whole(flat), bucket.view_own(flat), bucket.group, async_op=True)
+            for bucket in buckets
+        ]
 
     def _cut_pieces(self, buckets: "Buckets") -> dict[str, _Pieces]:
         """Cut this rank's parts of buckets into pieces by kind.

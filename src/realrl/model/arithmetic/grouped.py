@@ -94,7 +94,7 @@ def has_grouped_kernel(weights: Tensor, products: Products) -> bool:
 
 def _multiply(products: Products, x: Tensor, weights: Tensor, groups: Groups, *, forward: bool) -> Tensor:
     """Compute x @ weights[group].T row by row, without gradient. x: [R, K], weights: [E, M, K] -> [R, M]"""
-    if has_grouped_kernel(weights, products):
+    if has_grouped_kernel(weights, products) and len(x):
         return F.grouped_mm(x, weights.transpose(1, 2), offs=groups.ends)
     out = x.new_empty(len(x), weights.shape[1])
     multiply = products.forward_nt if forward else products.matmul_nt

@@ -93,7 +93,8 @@ class Timing:
     def forward(self, size: BatchSize) -> DeviceHostTime:
         measured = self._measured_of("forward", size)
         if measured is not None:
-            return DeviceHostTime(self._exact * (measured + self._unmeasured(size.tokens)))
+            whole = measured * self._divided_share(size, backward=False)
+            return DeviceHostTime(self._exact * (whole + self._unmeasured(size.tokens)))
         layer = self._exact * self.roofline.layer(size.tokens, size.squares)
         if self.sizes.ep > 1 and not self.device.cpu:
             layer = layer + self.efficiency.expert_sync_operations * self.device.kernel_s
@@ -104,11 +105,26 @@ class Timing:
         measured = self._measured_of("backward", size)
         if measured is not None:
             return DeviceHostTime(
-                measured * self._trained_share(size) + 2 * self.roofline.adapters(size.tokens)
+                measured * self._trained_share(size) * self._divided_share(size, backward=True)
+                + 2 * self.roofline.adapters(size.tokens)
             )
         adding = self.roofline.accumulate_gradients(size.tokens)
         device = self.roofline.layer_backward(size.tokens, size.squares) + adding
         return self._device_host_time(device, self._backward_operations)
+
+    def _divided_share(self, size: BatchSize, *, backward: bool) -> Real:
+        """Time of a layer whose experts are divided among ranks, relative to the measured layer, whose experts are
+        cut. The roofline predicts the ratio."""
+        if self.sizes.ep == 1:
+            return 1.0
+        cut = replace(self.roofline, sizes=replace(self.sizes, ep=1))
+        own, measured = (
+            of.layer_backward(size.tokens, size.squares) + of.accumulate_gradients(size.tokens)
+            if backward
+            else of.layer(size.tokens, size.squares)
+            for of in (self.roofline, cut)
+        )
+        return own / measured
 
     def _trained_share(self, size: BatchSize) -> Real:
         """Fraction of a measured backward pass that remains if the layer's matrices are frozen.
@@ -241,6 +257,7 @@ class Timing:
         experts."""
         # An adapter needs a product with A and a scaling, and for each block a product with B and a sum. Widening a
         # matrix takes a cast and a product with scales.
+        own_experts = self.sizes.experts // self.sizes.ep
         operations = sum(2 + 2 * len(adapter.blocks) + 8 * adapter.dora for adapter in self.sizes.adapters)
         operations += 2 * len(self.sizes.widened_shapes)
         operations += self.efficiency.head_norm_operations * self.sizes.qk_norm
@@ -250,7 +267,7 @@ class Timing:
             operations += self.efficiency.expert_bias_operations * self.sizes.expert_biases
             operations += self.efficiency.expert_exchange_operations * (self.sizes.ep > 1)
             # Without a grouped kernel, each expert has two products of its own.
-            operations += 0 if self._groups_products else 2 * self.sizes.experts
+            operations += 0 if self._groups_products else 2 * own_experts
         return operations
 
     @property
@@ -263,7 +280,7 @@ class Timing:
         if sizes.experts:
             operations += e.expert_backward_operations + 8 * sizes.shared_blocks
             operations += e.expert_bias_backward_operations * sizes.expert_biases
-            operations += 0 if self._groups_products else 4 * sizes.experts
+            operations += 0 if self._groups_products else 4 * (sizes.experts // sizes.ep)
         return operations
 
     @property
@@ -311,8 +328,6 @@ class Timing:
     def _measured(self, kind: LayerKind, size: Real, context: Real = 0.0) -> Floats | None:
         if self.profile is None:
             return None
-        if self.sizes.ep > 1 and kind in ("forward", "backward", "prefill", "decode"):
-            return None  # profiles measure layers whose experts are cut
         shape = self.sizes.shape
         tp = 1 if kind in WHOLE else self.sizes.tp
         seconds = self.profile.seconds(kind, shape, self.dtype, tp, size, context)

@@ -334,7 +334,8 @@ class LinkTransfers:
         held = self._boxes(weights, source, bounds)
         needed = self._boxes(weights, target, bounds)
         layers, embedding = needed.whole
-        alike = (source.sharded == target.sharded) & (source.degree("ep") == 1) == (target.degree("ep") == 1)
+        by_experts = [places.degree("ep") > 1 for places in (source, target)]
+        alike = (source.sharded == target.sharded) & (by_experts[0] == by_experts[1])
         layers_held, embedding_held = needed.common(held, alike)
         layers = layers - layers_held
         embedding = weights.embedding * (embedding - embedding_held)

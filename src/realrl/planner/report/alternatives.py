@@ -7,7 +7,7 @@ import numpy as np
 
 from realrl.config.errors import UserError
 from realrl.dataflow.call import Call, Kind
-from realrl.plan.placement import Placement, Strategy
+from realrl.plan.placement import Placement, Strategy, divides_experts
 from realrl.plan.plan import Plan
 from realrl.planner.report.report import Alternative
 from realrl.planner.report.shortage_text import describe_shortage
@@ -85,9 +85,10 @@ def _neighbours(scenario: Scenario, call: Call, placement: Placement) -> Iterato
     yield placement
     s = placement.strategy
     changes: list[Strategy] = []
+    halved = s.degrees.changed({"tp": max(1, s.tp // 2), "dp": 2 * s.dp})
     if call.kind is Kind.TRAIN:
         changes.append(replace(s, recompute=not s.recompute))
-    if s.tp % 2 == 0:
+    if s.tp % 2 == 0 and divides_experts(halved, s.ep):
         changes.append(
             replace(
                 s.with_degrees(tp=s.tp // 2, dp=2 * s.dp), sequence_parallel=s.sequence_parallel and s.tp > 2

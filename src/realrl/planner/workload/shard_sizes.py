@@ -16,7 +16,7 @@ from realrl.families.shape import Head, LayerOptions, ModelShape
 from realrl.families.tensors import Parameter, Partial, Place, TensorSpec
 from realrl.layout.limits import count_kept_logit_rows, count_logit_rows
 from realrl.layout.local_tensors import count_shard_rows, local_tensor
-from realrl.layout.ranges import feed_forward, padded_vocabulary, stage_layers
+from realrl.layout.ranges import check_experts, feed_forward, padded_vocabulary, stage_layers
 from realrl.layout.sets import WHOLE, ParameterSet, TrainablePart, build_parameter_sets
 from realrl.layout.shard import Shard
 from realrl.plan.placement import Dtype
@@ -315,6 +315,8 @@ class LocalSizes:
 
 @lru_cache(maxsize=4096)
 def size_shards(model: StoredModel, tp: int, ep: int = 1) -> LocalSizes:
+    """Size the shards of a model. Raises UserError if `ep` ranks cannot divide its experts."""
+    check_experts(model.shape, ep)
     return LocalSizes(model.shape, model.head, tp, model.part, ep)
 
 
