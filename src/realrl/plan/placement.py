@@ -115,8 +115,8 @@ class Strategy:
         if not divides_experts(degrees, ep):
             stage, cuts = degrees.size // degrees["pp"], degrees["tp"]
             raise UserError(
-                f"strategy: ep={ep} ranks of a stage divide its experts, so ep must divide dp x cp x tp ({stage}),"
-                f" and be a multiple or a divisor of tp ({cuts})"
+                f"strategy: ep={ep}: the ranks of one stage divide its experts, so ep must divide dp x cp x tp"
+                f" ({stage}), and be a multiple or a divisor of tp ({cuts})"
             )
         if zero not in ZERO_STAGES:
             raise UserError(f"strategy: zero={zero} is not one of the stages 1, 2 and 3")

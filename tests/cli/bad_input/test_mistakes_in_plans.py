@@ -29,7 +29,12 @@ PLACEMENTS: list[tuple[str, str]] = [
     ("{mesh: 0, dp: 0}", "dp: 0 must be above 0"),
     ("{mesh: 0, dp: '1'}", "dp: '1' is not a whole number"),
     ("{mesh: 0, dp: 2}", "needs 2 devices, but mesh 0 has 1"),
-    ("{mesh: 0, dp: 1, ep: 2}", "ep: unknown key; known keys are mesh, "),
+    ("{mesh: 0, dp: 1, vp: 2}", "vp: unknown key; known keys are mesh, "),
+    (
+        "{mesh: 0, dp: 1, ep: 2}",
+        "ep=2: the ranks of one stage divide its experts, so ep must divide dp x cp x tp (1)",
+    ),
+    ("{mesh: 0-1, dp: 2, ep: 2}", "ep=2: the model has no experts"),
     ("{mesh: 0, dp: 1, dtype: fp8}", "'fp8' is not 'float32', 'mixed' or 'bfloat16'"),
     ("{mesh: 0, dp: 1, recompute: true}", "recompute is for calls that train"),
     ("{mesh: 0, dp: 1, zero: 3}", "zero=3 shards over data-parallel and context-parallel ranks, but"),
