@@ -55,6 +55,7 @@ STRATEGIES: dict[int, list[dict[str, int]]] = {
         {"tp": 2, "cp": 2, "ep": 4, "sequence_parallel": 1, "zero": 2},
         {"dp": 2, "cp": 2, "ep": 4, "recompute": 1},
         {"tp": 4, "ep": 2},
+        {"dp": 2, "tp": 2, "ep": 2},  # experts and all other parameters have copies on the same ranks
     ],
     6: [{"dp": 2, "cp": 3, "ep": 2}],  # a group of ranks with different items
     8: [

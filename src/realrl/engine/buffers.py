@@ -18,18 +18,13 @@ class FlatRun:
     """Tensors that are stored back to back."""
 
     tensors: tuple[TensorSpec, ...]
-    multiple_of: int = 1
-    """The number of elements is rounded up to a multiple of this number."""
+    size: int
+    """Number of elements with padding."""
 
     @cached_property
     def used(self) -> int:
         """Number of elements of the tensors."""
         return sum(tensor.numel for tensor in self.tensors)
-
-    @property
-    def size(self) -> int:
-        """Number of elements with padding."""
-        return -(-self.used // self.multiple_of) * self.multiple_of
 
     @property
     def buckets(self) -> int:
@@ -51,7 +46,9 @@ class FlatBuffer:
         *,
         multiple_of: int = 1,
     ) -> None:
-        self._store([FlatRun(tuple(tensors), multiple_of)], dtype, device)
+        used = sum(tensor.numel for tensor in tensors)
+        size = -(-used // multiple_of) * multiple_of
+        self._store([FlatRun(tuple(tensors), size)], dtype, device)
 
     @classmethod
     def of_runs(
@@ -115,7 +112,7 @@ class LocalSet:
         equally."""
         self.layout, self._rank = layout, rank
         runs = [
-            FlatRun(tuple(tensor.stored for tensor in run.tensors), run.multiple) for run in layout.runs(rank)
+            FlatRun(tuple(tensor.stored for tensor in run.tensors), run.size) for run in layout.runs(rank)
         ]
         self.buffer = FlatBuffer.of_runs(runs, dtype, device)
         self.memory = Offloadable([self.buffer.data])

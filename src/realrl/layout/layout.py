@@ -29,14 +29,10 @@ class Run:
         return sum(tensor.numel for tensor in self.tensors)
 
     @property
-    def multiple(self) -> int:
-        """The number of elements is rounded up to a multiple of this number."""
-        return self.replicas * bucket_count(self.elements)
-
-    @property
     def size(self) -> int:
         """Number of elements with padding."""
-        return -(-self.elements // self.multiple) * self.multiple
+        multiple = self.replicas * bucket_count(self.elements)
+        return -(-self.elements // multiple) * multiple
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
 from realrl.model.arithmetic.autograd import apply_function
 from realrl.model.arithmetic.grouped import Groups, gather_copies
-from realrl.model.group import Group
+from realrl.model.group import Group, all_to_all
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,8 +41,8 @@ class Dispatch:
         experts: [T, k] int64, the experts of this rank's tokens"""
         own = Groups.of(experts, count)
         sent = torch.diff(own.ends, prepend=own.ends.new_zeros(1)).long().view(group.size, -1)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group.handle)
+        every = [1] * group.size
+        received = all_to_all(sent, every, every, group)
         # The host must know the sizes of messages.
         to_ranks, from_ranks = torch.stack((sent.sum(1), received.sum(1))).tolist()
         numbers = torch.arange(sent.shape[1], device=sent.device).repeat(group.size)
@@ -64,17 +63,11 @@ class Dispatch:
 
     def move(self, rows: Tensor) -> Tensor:
         """Move copies to the ranks of their experts, without gradient."""
-        return _all_to_all(rows, self.sent, self.received, self.group)
+        return all_to_all(rows, self.sent, self.received, self.group)
 
     def move_back(self, rows: Tensor) -> Tensor:
         """Move copies back from the ranks of their experts, without gradient."""
-        return _all_to_all(rows, self.received, self.sent, self.group)
-
-
-def _all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
-    found = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(found, rows.contiguous(), [*received], [*sent], group=group.handle)
-    return found
+        return all_to_all(rows, self.received, self.sent, self.group)
 
 
 class _Exchange(Function):

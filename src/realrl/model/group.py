@@ -1,5 +1,6 @@
 """Group of ranks and its collectives."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -78,3 +79,11 @@ def all_gather(buffer: Tensor, part: Tensor, group: Group, *, async_op: bool = F
     if buffer.data_ptr() != part.data_ptr():
         buffer.copy_(part)
     return None
+
+
+def all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+    """Send consecutive rows to the ranks of a group of several ranks. Returns the rows that arrive, in the order of
+    ranks. `sent` and `received` have the number of rows for each rank, and from each rank."""
+    found = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(found, rows.contiguous(), [*received], [*sent], group=group.handle)
+    return found

@@ -208,9 +208,9 @@ class Strategy:
         return axes_dividing(Divided.LAYERS, *copies, Divided.MATRICES, Divided.EXPERTS)
 
     @property
-    def shown_degrees(self) -> Degrees:
-        """Degrees of all axes, as in files and tables. Their product is not the number of ranks if `ep` is above
-        1."""
+    def all_degrees(self) -> Degrees:
+        """Degrees of all axes with `ep` among them, as in files and tables, to tell strategies apart. Their product
+        is not the number of ranks if `ep` is above 1."""
         return self.degrees.changed({"ep": self.ep}) if self.ep > 1 else self.degrees
 
     @property
@@ -290,7 +290,7 @@ class Placement:
         may share them."""
         s = self.strategy
         sharded = " z3" if s.shards_parameters else ""
-        return f"{s.shown_degrees}{sharded} @{self.mesh}{f' {s.dtype}' if s.dtype else ''}"
+        return f"{s.all_degrees}{sharded} @{self.mesh}{f' {s.dtype}' if s.dtype else ''}"
 
     def __str__(self) -> str:
         """Format the placement in one line: `d2 t1 p1 @0-1 mb=8192`, then ` sp`, ` rc` and ` z2` if these settings

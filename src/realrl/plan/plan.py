@@ -338,7 +338,7 @@ def _write_entry(placement: Placement, *, is_function: bool) -> dict[str, Any]:
         return {"mesh": str(placement.mesh), "dp": strategy.dp}
     return {
         "mesh": str(placement.mesh),
-        **strategy.shown_degrees.named(),
+        **strategy.all_degrees.named(),
         "micro_batch_tokens": strategy.micro_batch_tokens,
         **({"sequence_parallel": True} if strategy.sequence_parallel else {}),
         **({"dtype": strategy.dtype} if strategy.dtype else {}),

@@ -1,5 +1,6 @@
 """Runs of mixtures whose ranks divide experts, which learn and go on as runs of one process do."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ SHAPE = {
 }
 ALGORITHMS = {
     "grpo": {"policy__kl": {"coef": 0.05}, "policy__samples": 2},
-    "ppo": {"models__critic__optimizer": OPTIMIZER},
+    "ppo": {"models__critic__optimizer": OPTIMIZER, "ppo__ref_ema": 0.5},
 }
 PLANS = {
     1: [{}],
@@ -52,6 +53,9 @@ def write_recipe(world: World, algorithm: str, directory: Path, devices: int) ->
     graph = build_graph(load_experiment(str(world.recipe(algorithm, directory, **changes))))
     degrees = PLANS[devices][[*ALGORITHMS].index(algorithm) % len(PLANS[devices])]
     plan = make_uniform_plan(graph, Cluster(1, devices), micro_batch_tokens=256, **degrees)
+    if devices == 2 and algorithm == "ppo":
+        # Two runs of a buffer are offloaded, and copied after each update.
+        plan = replace(plan, offload=("reward",), offload_optimizer=("actor", "critic"), keep=("actor",))
     plan.save(directory / "plan.yaml", graph)
     return world.recipe(algorithm, directory, plan=str(directory / "plan.yaml"), **changes)
 

@@ -68,14 +68,14 @@ def format_interval(numbers: Sequence[int]) -> str:
 def format_strategy(placement: "Placement") -> str:
     """Format the degrees of parallelism that are not 1, for example `dp 3 × tp 8 × pp 4`."""
     degrees = [
-        f"{axis} {degree}" for axis, degree in placement.strategy.shown_degrees.named().items() if degree > 1
+        f"{axis} {degree}" for axis, degree in placement.strategy.all_degrees.named().items() if degree > 1
     ]
     return " × ".join(degrees) or "one device"
 
 
 def format_degrees(placement: "Placement", *, function: bool = False) -> str:
     """Format degrees of parallelism, for example `2×8×4`; for a function, only its data-parallel degree."""
-    return f"{placement.strategy.dp}" if function else placement.strategy.shown_degrees.in_table()
+    return f"{placement.strategy.dp}" if function else placement.strategy.all_degrees.in_table()
 
 
 def format_layout(placement: "Placement") -> str:

@@ -40,7 +40,7 @@ def explain_plan(name: str) -> str:
 
 def format_plan(plan: Plan, graph: DataflowGraph) -> str:
     """Format a table with a line per call, in the order in which calls run."""
-    named = (axis for place in plan.placements.values() for axis in place.strategy.shown_degrees.named())
+    named = (axis for place in plan.placements.values() for axis in place.strategy.all_degrees.named())
     axes = [*dict.fromkeys(named)]
     rows = [["call", "mesh", *axes, "micro-batch tokens"]]
     for call in graph.order:
@@ -48,7 +48,7 @@ def format_plan(plan: Plan, graph: DataflowGraph) -> str:
         if call.is_function:
             rows.append([call.name, mesh, str(s.dp), *["-"] * len(axes), "function on the host"])
         else:
-            degrees = [str(s.shown_degrees[axis]) for axis in axes]
+            degrees = [str(s.all_degrees[axis]) for axis in axes]
             rows.append([call.name, mesh, *degrees, str(s.micro_batch_tokens), ", ".join(s.settings)])
     roles = {"offload": plan.offload, "offload optimizer": plan.offload_optimizer, "keep": plan.keep}
     extra = [f"{what}: {', '.join(names)}" for what, names in roles.items() if names]

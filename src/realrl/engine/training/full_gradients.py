@@ -20,7 +20,6 @@ from realrl.engine.training.gradients import (
     require_gradients,
 )
 from realrl.engine.training.optimizer import ShardedAdamW
-from realrl.model.group import Group
 from realrl.recipe.optimizer import OptimizerConfig
 
 
@@ -28,9 +27,9 @@ class OverlappedGradReduce:
     """Starts the reduce-scatter of a bucket once its gradients are complete (`overlap_grad_reduce` in Megatron's
     DDP).
 
-    Reductions start with the last bucket of a group of ranks, because the backward pass completes the last layers
-    first. They always start in this order, so that all ranks agree on it. Buckets with late tensors wait for the
-    optimizer's step.
+    Reductions start with the last bucket of each run, because the backward pass completes the last layers first.
+    They always start in this order, and all ranks compute gradients in the same order, so that they agree on it.
+    Buckets with late tensors wait for the optimizer's step.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class OverlappedGradReduce:
         """Number of parameters with incomplete gradients in each bucket; None outside a mini-batch's last backward
         pass."""
         self._waiting: list[deque[int]] = []
-        """Buckets that have not started, in starting order, for each group of ranks."""
+        """Buckets of each run that have not started, in starting order."""
         self._nodes: list[Node] = []
         """Autograd's nodes of the parameters. Without a reference from Python, a node would lose its hooks."""
         self._late = {bucket for name in late for bucket in self._find_buckets(gradients, (name,))}
@@ -71,11 +70,11 @@ class OverlappedGradReduce:
     def start_last_backward(self) -> None:
         """Announce that the next backward pass is the last of the mini-batch."""
         self._missing = list(self._parameters)
-        by_group: dict[Group, deque[int]] = {}
+        by_run: dict[int, deque[int]] = {}
         for number, bucket in reversed([*enumerate(self._optimizer.buckets)]):
             if number not in self._late:
-                by_group.setdefault(bucket.group, deque()).append(number)
-        self._waiting = [*by_group.values()]
+                by_run.setdefault(bucket.run, deque()).append(number)
+        self._waiting = [*by_run.values()]
 
     def _count_gradient(self, touched: range) -> None:
         """In the last backward pass, count a parameter's gradient as complete in these buckets."""

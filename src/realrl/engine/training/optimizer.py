@@ -112,6 +112,8 @@ class Bucket:
     """Index of the first element in the buffers."""
     size: int
     group: Group
+    run: int
+    """Index of the run of the buffers that it is part of."""
     in_state: int
     """Index of this rank's first element in the flat tensors of all parts that this rank updates."""
 
@@ -144,10 +146,10 @@ def _cut_buckets(buffer: FlatBuffer, groups: Sequence[Group]) -> Buckets:
     """Cut each run of a buffer into buckets of equal size, which the ranks of its group divide."""
     found: list[Bucket] = []
     start = in_state = 0
-    for run, group in zip(buffer.runs, groups, strict=True):
+    for number, (run, group) in enumerate(zip(buffer.runs, groups, strict=True)):
         size = run.size // run.buckets
         for _ in range(run.buckets if run.tensors else 0):
-            found.append(Bucket(start, size, group, in_state))
+            found.append(Bucket(start, size, group, number, in_state))
             start += size
             in_state += size // group.size
     return tuple(found)

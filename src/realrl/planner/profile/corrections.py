@@ -62,7 +62,7 @@ class Correction(Settings):
             shape=CorrectedShape(**model.shape.model_dump()),
             head=model.head,
             dtype=model.dtype_under(strategy),
-            degrees=strategy.shown_degrees.named(),
+            degrees=strategy.all_degrees.named(),
             micro_batch_tokens=strategy.micro_batch_tokens,
             sequence_parallel=strategy.sequence_parallel,
             recompute=strategy.recompute,
@@ -97,7 +97,7 @@ class Correction(Settings):
         theirs = (call.kind, _structure(model.shape), model.head, model.dtype_under(strategy), model.exact)
         if same != theirs:
             return None
-        pairs = [*zip(Degrees.of(self.degrees).values, strategy.shown_degrees.values, strict=True)]
+        pairs = [*zip(Degrees.of(self.degrees).values, strategy.all_degrees.values, strict=True)]
         parallel = sum((mine > 1) != (theirs > 1) for mine, theirs in pairs)
         degrees = sum(mine != theirs for mine, theirs in pairs)
         others = (

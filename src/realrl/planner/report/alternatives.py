@@ -205,7 +205,7 @@ def _pick(candidates: tuple[Candidate, ...], seconds: list[float], fill: list[fl
 _RESPECTS: Mapping[str, Callable[[Candidate], object]] = {
     "size": lambda one: one.placement.mesh.size,
     "place": lambda one: one.placement.mesh,
-    "degrees": lambda one: one.placement.strategy.shown_degrees,
+    "degrees": lambda one: one.placement.strategy.all_degrees,
     "type": lambda one: one.placement.strategy.dtype,
     "stage of ZeRO": lambda one: one.placement.strategy.zero,
     "recomputation": lambda one: one.placement.strategy.recompute,

@@ -128,7 +128,7 @@ def _placement(placement: Placement, *, function: bool) -> dict[str, Any]:
         return {"mesh": str(placement.mesh), "dp": strategy.dp}
     return {
         "mesh": str(placement.mesh),
-        **strategy.shown_degrees.named(),
+        **strategy.all_degrees.named(),
         "micro_batch_tokens": strategy.micro_batch_tokens,
         "recompute": strategy.recompute,
         "zero": strategy.zero,

@@ -120,7 +120,7 @@ class Variants:
         return counts
 
     def _degrees(self, plan: Ints) -> tuple[Degrees, ...]:
-        return tuple(self._candidates[c][i].placement.strategy.shown_degrees for c, i in enumerate(plan))
+        return tuple(self._candidates[c][i].placement.strategy.all_degrees for c, i in enumerate(plan))
 
     def _read(self, assignment: Assignment) -> Ints:
         return np.array([assignment[call.name] for call in self._tables.calls])

@@ -49,10 +49,10 @@ class Candidate:
     """Further seconds of the call if its parameters have moved in this step (`CallCost.captures`)."""
 
     @property
-    def layout(self) -> tuple[int, Degrees, int, bool, Dtype | None]:
+    def layout(self) -> tuple[int, Degrees, bool, Dtype | None]:
         """Key of the layout of the parameters. Equal keys mean equal layouts."""
         s = self.placement.strategy
-        return self.placement.mesh.first, s.degrees, s.ep, s.shards_parameters, s.dtype
+        return self.placement.mesh.first, s.all_degrees, s.shards_parameters, s.dtype
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,7 +53,7 @@ def drop_dominated(ways: Ways) -> Ways:
     numbers: dict[tuple[object, ...], int] = {}
     layouts = [
         numbers.setdefault(
-            (s.degrees, s.ep, s.sequence_parallel, s.dtype, s.shards_parameters, keep), len(numbers)
+            (s.all_degrees, s.sequence_parallel, s.dtype, s.shards_parameters, keep), len(numbers)
         )
         for s, keep in zip(ways.strategies, ways.keep.tolist(), strict=True)
     ]

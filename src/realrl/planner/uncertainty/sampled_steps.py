@@ -252,7 +252,7 @@ def sample_call(
 ) -> Samples:
     """Sample the seconds of a call, [samples]. `terms`: its predicted seconds by term."""
     spread = errors.spread
-    layout = (call, device, strategy.shown_degrees)
+    layout = (call, device, strategy.all_degrees)
     seconds = np.zeros(draws.count)
     for name, predicted in terms.items():
         if name != _BUBBLE:

@@ -272,7 +272,7 @@ def _file_changes(
     if call is not None and call.name in plan.placements:
         yield [
             _strategy(
-                ", ".join(f"{axis}: {degree}" for axis, degree in s.shown_degrees.named().items()),
+                ", ".join(f"{axis}: {degree}" for axis, degree in s.all_degrees.named().items()),
                 together,
                 degrees=s.degrees,
             )
