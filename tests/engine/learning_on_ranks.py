@@ -4,6 +4,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,8 @@ CACHE = 160
 """Tokens of the KV cache: some prompts wait for others to end."""
 GROUP = 4
 """Samples of a prompt, where prompts are shared."""
+BEGINNINGS = (9, 0, 3, 12)
+"""Tokens that all sequences of a group begin with."""
 SAMPLING = GenerationConfig(max_new_tokens=6, min_new_tokens=2)
 
 Figures = dict[str, torch.Tensor]
@@ -57,12 +60,14 @@ Case = tuple[str, Placement]
 
 
 def learn_alone(models: Models) -> dict[str, Figures]:
-    """Have this process learn with every model."""
+    """Have this process learn with every model. It computes each sequence by itself, also where sequences begin
+    alike."""
     results = {}
-    for name, (shape, head) in models.items():
-        model = make_unsharded_model(shape, head, dtype=torch.float32, device=CPU)
-        initialise(model.parameters, model.layout.specs, shape, 1)
-        results[name] = learn(model, batch(head, shape))
+    with patch("realrl.engine.model.can_share_prompts", lambda *_: False):
+        for name, (shape, head) in models.items():
+            model = make_unsharded_model(shape, head, dtype=torch.float32, device=CPU)
+            initialise(model.parameters, model.layout.specs, shape, 1)
+            results[name] = learn(model, batch(head, shape))
     return results
 
 
@@ -152,9 +157,14 @@ def _build(shape: ModelShape, head: Head, process: Process, placement: Placement
 def batch(head: Head, shape: ModelShape) -> Batch:
     generator = torch.Generator().manual_seed(5)
 
+    def draw(length: int) -> torch.Tensor:
+        return torch.randint(1, shape.vocab_size, (length,), generator=generator)
+
+    beginnings = [draw(length) for length in BEGINNINGS]
+
     def rows(count: int) -> Ragged:
         lengths = torch.randint(2, 17, (count,), generator=generator).tolist()
-        return Ragged.of([torch.randint(1, shape.vocab_size, (n,), generator=generator) for n in lengths])
+        return Ragged.of([torch.cat((beginnings[i // GROUP], draw(n))) for i, n in enumerate(lengths)])
 
     ids = tuple(range(ITEMS))
     if head == "scalar":

@@ -74,6 +74,20 @@ def assign(costs: Sequence[int], *, minibatches: int, dp: int) -> list[list[list
     return out
 
 
+def join_neighbours(costs: Sequence[int], joined: Sequence[bool], most: int) -> list[range]:
+    """Join items to runs of at most `most` tokens. `joined`: whether an item belongs to the one before."""
+    runs: list[range] = []
+    load = 0
+    for item, cost in enumerate(costs):
+        if item and joined[item] and load + cost <= most:
+            runs[-1] = range(runs[-1].start, item + 1)
+            load += cost
+        else:
+            runs.append(range(item, item + 1))
+            load = cost
+    return runs
+
+
 def micro_batches(costs: Sequence[int], budget: int) -> list[list[int]]:
     """Pack items into groups of at most `budget` tokens. Positions ascend within a group.
 

@@ -57,6 +57,15 @@ class Candidates:
     setting: str = "count"
 
 
+def can_share_prompts(candidates: Candidates | None, cp: int) -> bool:
+    """Decide whether an inference or train call computes the common beginning of several sequences only once.
+
+    `candidates`: those of the call. Given candidates may differ at equal tokens. `cp`: the number of ranks that
+    divide the tokens of a pass.
+    """
+    return cp == 1 and (candidates is None or candidates.ids is None)
+
+
 @dataclass(frozen=True)
 class Replay:
     """Router replay: the model of a call uses the experts that the sampling model chose.

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from realrl.algorithms.base.method import InferenceMethod, Metrics, ModelOutput
-from realrl.data.balance import even_micro_batches, micro_batches
 from realrl.data.batch import Batch, Ragged
-from realrl.dataflow.call import Candidates, Replay
+from realrl.data.prefixes import Prefix
+from realrl.dataflow.call import Candidates, Replay, can_share_prompts
 from realrl.engine.buffers import LocalSet, Parameters
 from realrl.engine.dtypes import find_set_dtype
+from realrl.engine.micro_batches import MicroBatch, split_items
 from realrl.engine.parallel_groups import ParallelGroups
 from realrl.engine.pass_counts import PassCounts
 from realrl.engine.pipeline import Pipeline, prefetch_receives
@@ -135,10 +136,13 @@ class Model:
         """Whether all parameters are in device memory, neither freed nor offloaded."""
         return all(of.resident for of in self.sets.values())
 
-    def pack(self, rows: Ragged) -> Packing:
-        """Pack token rows for the passes of this rank; context-parallel ranks divide their tokens."""
+    def pack(self, rows: Ragged, prefixes: Sequence[Prefix] = ()) -> Packing:
+        """Pack token rows for the passes of this rank; context-parallel ranks divide their tokens. The common
+        beginnings of rows, `prefixes`, are computed only once."""
         context = self.groups.context
-        return Packing.of(rows.lengths, self.device, index=context.index, ranks=context.size)
+        return Packing.of(
+            rows.lengths, self.device, index=context.index, ranks=context.size, prefixes=prefixes
+        )
 
     def forward(
         self,
@@ -235,14 +239,23 @@ class Model:
             return repeat(None, len(tokens))
         return prefetch_receives(self.pipeline.post_recv_gradient, map(self.count_hidden_rows, tokens))
 
-    def split_micro_batches(self, costs: Sequence[int], max_tokens: int) -> list[list[int]]:
-        """Split items into micro-batches of at most `max_tokens` tokens. A pipeline gets about two micro-batches
-        per stage, or more."""
-        stages = self.groups.pipeline.size
-        if stages == 1:
-            return micro_batches(costs, max_tokens)
-        # The planner assumes two as well: `Efficiency.pass_chunks_per_stage`.
-        return even_micro_batches(costs, max_tokens, stages=stages, per_stage=2)
+    def split_items(
+        self,
+        items: int,
+        rows: Ragged,
+        max_tokens: int,
+        sampled: SampledItems,
+        candidates: Candidates | None,
+    ) -> list[MicroBatch]:
+        """Split the items of a call into micro-batches. For the arguments, see `micro_batches.split_items`."""
+        return split_items(
+            items,
+            rows,
+            sampled,
+            max_tokens=max_tokens,
+            stages=self.groups.pipeline.size,
+            shares=can_share_prompts(candidates, self.groups.context.size),
+        )
 
     @torch.no_grad()
     def infer(
@@ -266,13 +279,14 @@ class Model:
         collected: dict[str, list[Tensor | None]] = {}
         sampled = SampledItems.of(batch, replays)
         batch = batch.without(sampled.keys)
-        costs = count_item_tokens(batch, method.sequences(batch)) if len(batch) else []
-        parts = self.split_micro_batches(costs, max_tokens)
+        parts = self.split_items(len(batch), method.sequences(batch), max_tokens, sampled, candidates)
         count = self.agree_on_passes(len(parts)) if self.passes_are_joint else len(parts)
-        received = self.receive_activations([sum(costs[i] for i in positions) for positions in parts])
-        for positions in parts:
+        received = self.receive_activations([micro_batch.tokens for micro_batch in parts])
+        for micro_batch in parts:
+            positions = micro_batch.items
             part = batch.select(positions).to(self.device)
-            outputs = self._infer_part(part, method, received, candidates, sampled.select(positions))
+            its = sampled.select(positions)
+            outputs = self._infer_part(part, method, micro_batch.prefixes, received, candidates, its)
             for key, field in outputs.items():
                 slots = collected.setdefault(key, [None] * len(batch))
                 for position, row in zip(positions, field.to(torch.device("cpu")).rows(), strict=True):
@@ -297,13 +311,14 @@ class Model:
         self,
         part: Batch,
         method: InferenceMethod,
+        prefixes: Sequence[Prefix],
         received: Iterator[Tensor | None],
         candidates: Candidates | None,
         sampled: SampledItems,
     ) -> dict[str, Ragged]:
         """Run a micro-batch of an inference call; returns outputs on the last stage only."""
         rows = method.sequences(part)
-        packing = self.pack(rows)
+        packing = self.pack(rows, prefixes)
         routing = sampled.make_routing(self.shard, rows, packing)
         hidden = self.forward(rows, packing, next(received), routing=routing)
         if self.shard.last:
@@ -347,9 +362,3 @@ def read_candidates(batch: Batch, candidates: Candidates | None) -> Tensor | Non
     if candidates is None or candidates.ids is None:
         return None
     return batch[candidates.ids].values.long()
-
-
-def count_item_tokens(batch: Batch, rows: Ragged) -> Sequence[int]:
-    """Count the tokens of each item; every item has the same number of consecutive rows."""
-    per_item = len(rows) // len(batch)
-    return [sum(rows.lengths[i : i + per_item]) for i in range(0, len(rows), per_item)]

@@ -27,9 +27,11 @@ class PassCounts:
         self.micro_batches = 0
         """Forward passes of packed sequences."""
         self.tokens = 0
-        """Tokens in these passes, without padding."""
+        """Tokens in these passes, without padding. A common beginning of sequences counts once."""
+        self.spared = 0
+        """Tokens that sequences have in addition, because they share common beginnings."""
         self.squares = 0
-        """Sum of the squared sequence lengths."""
+        """Sum of the squared sequence lengths. The square of a common beginning counts once."""
         self.padded_tokens = 0
         """Tokens including the padding of attention; 0 if attention does not pad."""
         self.decode_steps = 0
@@ -41,8 +43,13 @@ class PassCounts:
 
     def add_micro_batch(self, packing: Packing) -> None:
         self.micro_batches += 1
-        self.tokens += sum(packing.lengths)
-        self.squares += sum(length * length for length in packing.lengths)
+        spans = packing.spans if packing.shared is None else packing.shared.spans
+        tokens = sum(spans.queries)
+        self.tokens += tokens
+        self.spared += sum(packing.lengths) - tokens
+        self.squares += sum(
+            keys**2 - (keys - queries) ** 2 for queries, keys in zip(spans.queries, spans.keys, strict=True)
+        )
         self.padded_tokens += packing.spans.padded_tokens
 
     def add_decode_step(self, rows: int) -> None:

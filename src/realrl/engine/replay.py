@@ -55,12 +55,51 @@ class SampledItems:
         # From a row's first difference on, the running count of differences is higher than before the row.
         differs = tokens != rows.values
         count = differs.cumsum(0)
-        starts = torch.arange(len(tokens), device=tokens.device) - packing.positions
+        starts = packing.starts[packing.rows]
         before = count[starts] - differs[starts].long()
         experts = torch.where((count > before)[:, None, None], NONE_CHOSEN, experts)
-        if packing.share is not None:
-            experts = packing.share.select(experts, padding=NONE_CHOSEN)
-        return ReplayedRouting(experts)
+        return ReplayedRouting(packing.select(experts, padding=NONE_CHOSEN))
+
+    def limit_common(self, rows: Ragged, common: Sequence[int]) -> Sequence[int]:
+        """Limit the numbers of tokens that neighbouring rows of all selected items begin with in common: a common
+        token must also have the same recorded experts. `common`: see `count_common_tokens`."""
+        if not any(self.replays):
+            return common
+        per_item = len(rows) // len(self.positions)
+        replayed = [self._find_replayed(*divmod(i, per_item), row) for i, row in enumerate(rows.rows())]
+        found = []
+        for count, before, experts in zip(common, replayed, replayed[1:], strict=False):
+            size = min(count, len(before), len(experts))
+            differs = (before[:size] != experts[:size]).any(1).nonzero()
+            if len(differs):
+                count = int(differs[0])
+            elif len(before) != len(experts):
+                count = size
+            found.append(count)
+        return found
+
+    def _find_replayed(self, item: int, place: int, row: Tensor) -> Tensor:
+        """Find the experts that are replayed for a row: those of the tokens before the first difference from the
+        sampled sequence. -> [tokens, layers * k]
+
+        `item`: number of the item among the selected items; `place`: number of the row in its item.
+        """
+        found = self._find_sample(item, place, len(row))
+        if found is None:
+            return torch.empty(0, 1)
+        tokens, experts = found
+        differs = (tokens != row[: len(tokens)]).nonzero()
+        return experts[: int(differs[0]) if len(differs) else len(tokens)]
+
+    def _find_sample(self, item: int, place: int, length: int) -> tuple[Tensor, Tensor] | None:
+        """Find up to `length` tokens of a row's sampled sequence, and the recorded experts of these tokens; None if
+        the model has not sampled the row. -> [tokens], [tokens, layers * k]"""
+        made = self.replays[place] if place < len(self.replays) else None
+        if made is None:
+            return None
+        position = self.positions[item]
+        tokens, experts = (self.batch[key].row(position)[:length] for key in (made.sequences, made.experts))
+        return tokens, experts
 
     def _pack(self, lengths: Sequence[int], shard: Shard) -> tuple[Tensor, Tensor]:
         """Pack sampled tokens and their experts as rows of these lengths. -> [T], [T, layers of the stage, k]"""
@@ -72,13 +111,11 @@ class SampledItems:
         per_item = len(lengths) // len(self.positions)
         start = 0
         for number, length in enumerate(lengths):
-            position, place = self.positions[number // per_item], number % per_item
-            made = self.replays[place] if place < len(self.replays) else None
-            if made is not None:
-                sequence = self.batch[made.sequences].row(position)[:length]
-                found = self.batch[made.experts].row(position)[:length]
+            found = self._find_sample(*divmod(number, per_item), length)
+            if found is not None:
+                sequence, of_sequence = found
                 stop = start + len(sequence)
                 tokens[start:stop] = sequence
-                experts[start:stop] = found.view(len(sequence), *size)[:, layers]
+                experts[start:stop] = of_sequence.view(len(sequence), *size)[:, layers]
             start += length
         return tokens, experts

@@ -156,12 +156,13 @@ def load_packed_attention() -> tuple[Callable[..., Tensor], dict[str, Any]]:
     return cast(Callable[..., Tensor], varlen_attn), {"enable_gqa": True} if takes_flag else {}
 
 
-def _has_varlen_kernel(qkv: Tensor, dim: int) -> bool:
-    """Check whether torch's flash kernel for packed sequences supports these heads. If not, sequences are padded.
+def _reads_packed(qkv: Tensor, dim: int, rule: AttentionRule) -> bool:
+    """Check whether torch's flash kernel for packed sequences supports this attention on a GPU. If not, sequences
+    are padded.
 
     It needs half precision, a multiple of 8 dims up to 256, and compute capability 8.0 (Ampere) or higher.
     """
-    if qkv.dtype == torch.float32 or dim % 8 or dim > 256:
+    if rule.needs_scores or qkv.dtype == torch.float32 or dim % 8 or dim > 256:
         return False
     return has_flash_attention(qkv.device)
 
@@ -218,9 +219,18 @@ def varlen_attention(
     """Compute causal attention: a token attends to itself and to earlier tokens of its sequence. `rule` adds a
     window, a cap of scores, or sinks. If `exact`, a token's result equals that of a decode step, bit for bit.
 
-    qkv: [T, (heads + 2 kv_heads) * D], queries first, then keys, then values -> [T, heads * D]
+    qkv: [U, (heads + 2 kv_heads) * D], queries first, then keys, then values -> [U, heads * D]; U: see `Packing`
     """
-    return _attend(qkv, None, _Attention(packing.spans, heads, kv_heads, rule), exact=exact)
+    shared, of = packing.shared, _Attention(packing.spans, heads, kv_heads, rule)
+    if shared is None:
+        return _attend(qkv, None, of, exact=exact)
+    width = qkv.shape[1] // (heads + 2 * kv_heads) * heads
+    if on_gpu(qkv) and not _reads_packed(qkv, width // heads, rule):
+        # Padded layouts have whole sequences.
+        out = _attend(shared.whole.copy(qkv), None, of, exact=exact)
+        return out.index_select(0, shared.kept)
+    kv = shared.keys.copy(qkv[:, width:])
+    return _attend(qkv[:, :width], kv, replace(of, spans=shared.spans), exact=exact)
 
 
 def attend_to_spans(
@@ -247,7 +257,7 @@ def _attend(q: Tensor, kv: Tensor | None, of: _Attention, *, exact: bool = False
         return apply_function(_ExactAttention if exact else _SequenceAttention, q, kv, of.rule.sinks, of)
     heads, kv_heads, spans = of.heads, of.kv_heads, of.spans
     dim = q.shape[1] // (heads + 2 * kv_heads) if kv is None else kv.shape[1] // (2 * kv_heads)
-    if not of.rule.needs_scores and _has_varlen_kernel(q, dim):
+    if _reads_packed(q, dim, of.rule):
         if kv is None:
             return _attend_packed(*split_heads(q, heads, kv_heads), spans, of.rule)
         return _attend_packed(q.view(len(q), heads, dim), *_split_keys(kv, kv_heads), spans, of.rule)

@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realrl.data.batch import copy_to_device
+from realrl.data.prefixes import Prefix
 from realrl.layout.kv_blocks import BLOCK_TOKENS
 from realrl.layout.limits import Bucket, bucket_lengths
+from realrl.model.arithmetic.copies import Copies
 from realrl.model.paged_attention import CachePlaces, KeyRuns
 
 
@@ -223,32 +225,72 @@ def _cut_piece(lengths: Sequence[int], start: int, count: int, device: torch.dev
 
 
 @dataclass(frozen=True, eq=False)
-class Packing:
-    """B sequences stored back to back, T tokens in all.
+class SharedTokens:
+    """Packed tokens of sequences some of which begin alike: U of T tokens.
 
-    positions: [T], position of each token within its sequence. cu_seqlens: [B + 1] int32, the start of each
-    sequence and the end of the last. target_indices: [T - B], all tokens except the first of each sequence.
+    They consist of parts. A common beginning is one part, and then the rest of each sequence that begins so. Any
+    other sequence is one part.
+    """
+
+    kept: Tensor
+    """The token of the whole sequences that each packed token is. [U]"""
+    whole: Copies
+    """The packed token of each token of the whole sequences. [T]"""
+    spans: Spans
+    """The parts. Their queries are their own tokens, and their keys begin with those of the common beginning."""
+    keys: Copies
+    """The packed token of each key of `spans`. [K]"""
+    predicting: Copies
+    """The packed tokens that predict `Packing.target_indices`."""
+    parts: Tensor
+    """Part of each packed token. [U]"""
+    members: Tensor
+    """Which parts each sequence consists of, 1 or 0. [B, parts] float64"""
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """B sequences stored back to back, T tokens in all. If some begin alike, passes may compute their common tokens
+    only once (`shared`), U tokens in all. Otherwise U is T.
+
+    positions: [U], position of each computed token within its sequence. cu_seqlens: [B + 1] int32, the start of
+    each sequence among the T tokens, and T. target_indices: computed tokens except the first of each sequence.
     """
 
     lengths: tuple[int, ...]
+    """Number of tokens of each sequence."""
     positions: Tensor
     cu_seqlens: Tensor
     target_indices: Tensor
     share: TokenShare | None = None
     """Tokens of this rank, if context-parallel ranks divide the tokens."""
+    shared: SharedTokens | None = None
+    """The computed tokens, if common beginnings are computed once."""
 
     @classmethod
     def of(
-        cls, lengths: Sequence[int], device: torch.device | str, *, index: int = 0, ranks: int = 1
+        cls,
+        lengths: Sequence[int],
+        device: torch.device | str,
+        *,
+        index: int = 0,
+        ranks: int = 1,
+        prefixes: Sequence[Prefix] = (),
     ) -> "Packing":
         """Pack sequences with these lengths, each at least 1. `ranks` context-parallel ranks divide the tokens;
-        `index` is this rank among them."""
+        `index` is this rank among them. Common beginnings, `prefixes`, are computed once."""
         assert len(lengths) > 0 and min(lengths) > 0, "a packing has sequences, and each of them tokens"
+        assert not prefixes or ranks == 1, "context-parallel ranks do not share common beginnings"
         sizes = torch.tensor(lengths)
         starts = _find_starts(sizes)
         positions = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(sizes)
+        layout = _Parts.of(lengths, starts.tolist(), prefixes) if prefixes else None
+        if layout is not None:
+            positions = positions[layout.kept]
         # Every token except the first of its sequence is the target of a prediction.
-        tensors = [positions, starts.int(), positions.nonzero().squeeze(-1)]
+        targets = positions.nonzero().squeeze(-1)
+        shared = None if layout is None else layout.move(targets, device)
+        tensors = [positions, starts.int(), targets]
         positions, cu_seqlens, target_indices = copy_to_device(tensors, torch.device(device))
         return cls(
             lengths=tuple(lengths),
@@ -256,6 +298,7 @@ class Packing:
             cu_seqlens=cu_seqlens,
             target_indices=target_indices,
             share=TokenShare(lengths, device, index, ranks) if ranks > 1 else None,
+            shared=shared,
         )
 
     @cached_property
@@ -274,6 +317,78 @@ class Packing:
         sizes = torch.tensor(self.lengths)
         rows = torch.arange(len(sizes)).repeat_interleave(sizes)
         return copy_to_device([rows], self.positions.device)[0]
+
+    def select(self, values: Tensor, padding: int = 0) -> Tensor:
+        """Select the values of the tokens that this rank computes. [T, ...] -> [U, ...]
+
+        If CP ranks divide the tokens, there are `share.count` values, `padding` among them.
+        """
+        if self.share is not None:
+            return self.share.select(values, padding)
+        return values if self.shared is None else values.index_select(0, self.shared.kept)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """`SharedTokens` in host memory."""
+
+    kept: Tensor
+    whole: Tensor
+    queries: Sequence[int]
+    """Number of tokens of each part."""
+    keys: Sequence[Tensor]
+    """Packed tokens of the keys of each part."""
+    of_sequences: Sequence[Sequence[int]]
+    """The parts of each sequence."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], starts: Sequence[int], prefixes: Sequence[Prefix]) -> "_Parts":
+        begins = {prefix.rows.start: prefix for prefix in prefixes}
+        kept: list[Tensor] = []
+        keys: list[Tensor] = []
+        queries: list[int] = []
+        of_sequences: list[list[int]] = []
+        packed, stop = 0, 0
+        common, of_common = torch.arange(0), 0
+
+        def add(start: int, before: Tensor, count: int) -> Tensor:
+            """Add a part with the tokens from `start` on, behind others of its sequence. Returns its keys."""
+            nonlocal packed
+            kept.append(torch.arange(start, start + count))
+            keys.append(torch.cat((before, torch.arange(packed, packed + count))))
+            queries.append(count)
+            packed += count
+            return keys[-1]
+
+        whole = []
+        for row, length in enumerate(lengths):
+            prefix = begins.get(row)
+            if prefix is not None:
+                of_common, stop = len(keys), prefix.rows.stop
+                common = add(starts[row], common[:0], prefix.tokens)
+            elif row >= stop:
+                common = common[:0]
+            of_sequences.append([of_common, len(keys)] if len(common) else [len(keys)])
+            whole.append(add(starts[row] + len(common), common, length - len(common)))
+        return cls(torch.cat(kept), torch.cat(whole), queries, keys, of_sequences)
+
+    def move(self, targets: Tensor, device: torch.device | str) -> SharedTokens:
+        """Make `SharedTokens` on a device. `targets`: packed tokens that others predict."""
+        count = len(self.kept)
+        members = torch.zeros(len(self.of_sequences), len(self.keys), dtype=torch.float64)
+        for row, of_row in enumerate(self.of_sequences):
+            members[row, of_row] = 1
+        parts = torch.arange(len(self.keys)).repeat_interleave(torch.tensor(self.queries))
+        kept, parts, members = copy_to_device([self.kept, parts, members], torch.device(device))
+        return SharedTokens(
+            kept=kept,
+            whole=Copies.of(self.whole, count, device),
+            spans=Spans.of(self.queries, [len(of_part) for of_part in self.keys], device),
+            keys=Copies.of(torch.cat([*self.keys]), count, device),
+            predicting=Copies.of(self.whole[self.kept[targets] - 1], count, device),
+            parts=parts,
+            members=members,
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -96,13 +96,15 @@ class BalancedRouting(Routing):
         lengths: Tensor,
         coefficient: Tensor | None,
         group: Group | None = None,
+        members: Tensor | None = None,
     ) -> None:
         """rows: [T], the sequence of each token, or B for padding. lengths: [B], the number of tokens of each
         sequence. `coefficient`, a scalar, is the factor of each sequence's balance loss in the trained loss; None
         leaves the loss out. The ranks of `group` divide the tokens of each sequence; by default one rank has them
-        all."""
+        all. If sequences share tokens, `members` ([B, parts], 1 or 0) has the parts of each sequence, and `rows`
+        has the part of each token."""
         self._inner, self._counts, self._coefficient = inner, counts, coefficient
-        self._rows, self._lengths = rows, lengths
+        self._rows, self._lengths, self._members = rows, lengths, members
         self._group = group or make_single_rank_group()
         self._counted: set[int] = set()
         """Layers that have been counted. Recomputation routes the same tokens again, and must not count them
@@ -129,13 +131,17 @@ class BalancedRouting(Routing):
     def _count(self, experts: Tensor, count: int) -> Tensor:
         """Count how often this rank's tokens of each sequence chose each expert. experts: [T, k] -> [B, E] int64"""
         places = (self._rows[:, None] * count + experts).flatten()
-        found = torch.zeros((len(self._lengths) + 1) * count, dtype=torch.int64, device=experts.device)
-        return found.scatter_add_(0, places, torch.ones_like(places)).view(-1, count)[:-1]
+        parts = len(self._lengths) if self._members is None else self._members.shape[1]
+        found = torch.zeros((parts + 1) * count, dtype=torch.int64, device=experts.device)
+        found = found.scatter_add_(0, places, torch.ones_like(places)).view(-1, count)[:-1]
+        return found if self._members is None else (self._members @ found.double()).long()
 
     def _find_slopes(self, counts: Tensor) -> Tensor:
-        """Compute the derivative of each sequence's balance loss with respect to the probabilities of one token. It
-        is the same for all tokens of the sequence, and 0 for padding. -> [B + 1, E]"""
+        """Compute the derivative of the balance losses with respect to the probabilities of one token. It is the
+        same for all tokens of a sequence, or of a part of sequences, and 0 for padding. -> [B or parts + 1, E]"""
         slopes = counts.float() * (counts.shape[1] / self._lengths.float().square())[:, None]
+        if self._members is not None:
+            slopes = self._members.float().T @ slopes
         return F.pad(slopes, (0, 0, 0, 1))
 
 

@@ -159,11 +159,11 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Run one stage over packed sequences; returns [T, H], after the final norm on the last stage.
 
-        x: [T] tokens on the first stage, otherwise the output of the stage before. If CP ranks divide the tokens,
-        hidden states have only the rows of this rank's tokens (`packing.share`), and T is their number. With
-        sequence parallelism, hidden states between stages and before the head have ceil(T / tp) rows per rank. With
-        `recompute`, only the inputs of layers are kept; the backward pass computes each layer again, communication
-        of TP and CP ranks included.
+        x: [T] tokens on the first stage, otherwise the output of the stage before. Hidden states have one row for
+        each token that this rank computes, which may be fewer than all (`packing.shared`, `packing.share`); T is
+        their number. With sequence parallelism, hidden states between stages and before the head have ceil(T / tp)
+        rows per rank. With `recompute`, only the inputs of layers are kept; the backward pass computes each layer
+        again, communication of TP and CP ranks included.
         `routing` chooses the experts of mixtures.
         """
         heads = len(self.shard.queries)
@@ -178,9 +178,8 @@ class Transformer(nn.Module):
             return varlen_attention(qkv, packing, heads, kv_heads, rule, exact=exact)
 
         tp, positions = self._make_tp(packing), packing.positions
-        if cp is not None:
-            positions = cp.share.positions
-            x = cp.share.select(x) if self.shard.first else x
+        positions = positions if cp is None else cp.share.positions
+        x = packing.select(x) if self.shard.first else x
         return self._run_layers(x, positions, attend, tp, self._matrices, routing, recompute=recompute)
 
     def prefill(self, x: Tensor, tokens: Prefill, cache: PagedCache) -> Tensor | None:
@@ -367,9 +366,10 @@ class Transformer(nn.Module):
         With `entropy`, also the entropy of that distribution in nats. Logits are divided by `temperature`. Results
         are 0 at the first token of each sequence, and equal on every TP rank.
 
-        hidden: [T, H] as returned by `forward`; tokens: [T]; candidates: [T, k] or None -> [T] float32, entropies
+        hidden: as returned by `forward`; tokens: [T]; candidates: [T, k] or None -> [T] float32, entropies
         [T] float32 without gradient or None, candidates' log-probabilities [T, k] float32 or None
         """
+        assert candidates is None or packing.shared is None, "each sequence has candidates of its own"
         targets, predicting, wanted = self._predict(hidden, tokens, packing)
         if candidates is not None:
             wanted = torch.cat([wanted, candidates[targets]], 1)
@@ -423,7 +423,8 @@ class Transformer(nn.Module):
         cp = self._make_cp(packing)
         if cp is not None:
             return cp.combine(values, places)
-        return values.new_zeros(len(packing.positions), *values.shape[1:]).index_copy_(0, places, values)
+        found = values.new_zeros(len(packing.positions), *values.shape[1:]).index_copy_(0, places, values)
+        return found if packing.shared is None else packing.shared.whole.copy(found)
 
     def _predict(self, hidden: Tensor, tokens: Tensor, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
         """Select the N predicted positions, the hidden states that predict them, and the tokens at these positions.
@@ -431,15 +432,17 @@ class Transformer(nn.Module):
 
         -> [N], [N, H], [N, 1]
         """
+        hidden = self._make_tp(packing).copy_to_region(hidden)
         # Position t - 1 predicts token t.
-        if packing.share is None:
-            targets = packing.target_indices
-            predicting = targets - 1
+        if packing.share is not None:
+            targets, predicting = packing.share.targets, hidden.index_select(0, packing.share.predicting)
+        elif packing.shared is not None:
+            targets, predicting = packing.target_indices, packing.shared.predicting.copy(hidden)
+            tokens = packing.select(tokens)
         else:
-            targets, predicting = packing.share.targets, packing.share.predicting
-        tp = self._make_tp(packing)
-        predicting = self._scale(tp.copy_to_region(hidden).index_select(0, predicting))
-        return targets, predicting, tokens[targets, None]
+            targets = packing.target_indices
+            predicting = hidden.index_select(0, targets - 1)
+        return targets, self._scale(predicting), tokens[targets, None]
 
     def _scale(self, hidden: Tensor) -> Tensor:
         """Multiply hidden states by the factor of the logits. All ways to compute logits use it, so their results
@@ -457,7 +460,7 @@ class Transformer(nn.Module):
         else:
             values = (hidden @ self.scalar_head.float().T).squeeze(-1)
         if packing.share is None:
-            return values
+            return values if packing.shared is None else packing.shared.whole.copy(values)
         real = packing.share.real
         return self._combine(
             values.index_select(0, real), packing.share.places.index_select(0, real), packing

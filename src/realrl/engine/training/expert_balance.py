@@ -42,10 +42,15 @@ class ExpertBalance:
             # divided by tp.
             terms = self._model.shape.layers * self._model.shard.tp
             coefficient = self._coefficient / (terms * sequences)
+        if packing.share is not None:
+            rows = packing.share.rows
+        else:
+            rows = packing.rows if packing.shared is None else packing.shared.parts
         return BalancedRouting(
             inner,
             self._counts,
-            rows=packing.rows if packing.share is None else packing.share.rows,
+            rows=rows,
+            members=None if packing.shared is None else packing.shared.members,
             lengths=packing.starts.diff(),
             coefficient=coefficient,
             group=context,

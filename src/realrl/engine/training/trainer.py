@@ -12,7 +12,8 @@ from realrl.algorithms.base.method import Metrics, TrainMethod
 from realrl.data.batch import Batch
 from realrl.dataflow.call import Candidates, Replay
 from realrl.engine.buffers import LocalSet
-from realrl.engine.model import Model, count_item_tokens, read_candidates
+from realrl.engine.micro_batches import MicroBatch
+from realrl.engine.model import Model, read_candidates
 from realrl.engine.offload import Offloadable
 from realrl.engine.pipeline import make_1f1b_schedule
 from realrl.engine.reduced_metrics import reduce_metrics
@@ -343,9 +344,8 @@ class Trainer:
             self._weight += float(weight)
             weight = torch.ones_like(weight)
         idle = not len(batch)
-        costs = [] if idle else count_item_tokens(batch, rows)
-        parts = model.split_micro_batches(costs, options.max_tokens)
-        tokens = [sum(costs[i] for i in positions) for positions in parts]
+        parts = model.split_items(len(batch), rows, options.max_tokens, sampled, options.candidates)
+        tokens = [micro_batch.tokens for micro_batch in parts]
         received = model.receive_activations(tokens)
         stage = model.groups.pipeline.index
         stages = model.groups.pipeline.size
@@ -374,9 +374,17 @@ class Trainer:
                     result.backward(torch.zeros_like(result))
                     accumulation.finish_backward()
             elif action.kind == "F":
-                positions = parts[action.micro_batch]
-                part, its = batch.select(positions), sampled.select(positions)
-                done = self._forward(part, method, options, next(received), weight, sequences, metrics, its)
+                done = self._forward(
+                    parts[action.micro_batch],
+                    batch,
+                    method,
+                    options,
+                    next(received),
+                    weight,
+                    sequences,
+                    metrics,
+                    sampled,
+                )
                 if model.shard.last:
                     loss += done.result.detach()
                 if self._has_backward:
@@ -397,7 +405,8 @@ class Trainer:
 
     def _forward(
         self,
-        part: Batch,
+        micro_batch: MicroBatch,
+        batch: Batch,
         method: TrainMethod,
         options: TrainOptions,
         received: Tensor | None,
@@ -406,9 +415,11 @@ class Trainer:
         metrics: Metrics,
         sampled: SampledItems,
     ) -> "_Pass":
+        """Run the forward pass of a micro-batch of `batch`, whose sampled items are `sampled`."""
         model = self.model
+        part, sampled = batch.select(micro_batch.items), sampled.select(micro_batch.items)
         rows = method.sequences(part)
-        packing = model.pack(rows)
+        packing = model.pack(rows, micro_batch.prefixes)
         if received is not None:
             received.requires_grad_(self._sends_gradients)
         routing = sampled.make_routing(model.shard, rows, packing)
