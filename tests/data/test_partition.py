@@ -11,6 +11,7 @@ from realrl.data.balance import (
     minibatch_slices,
     partition,
     partition_samples,
+    partition_shared,
 )
 
 COSTS = st.lists(st.integers(0, 500), max_size=60) | st.lists(st.integers(0, 2), max_size=12)
@@ -82,6 +83,38 @@ def test_ranks_with_equally_many_prompts_differ_by_at_most_the_longest(prompts, 
         for part in partition_samples([p for p in prompts for _ in "123"], 3, parts)
     ]
     assert max(loads) - min(loads) <= 3 * max(prompts)
+
+
+def count_once(part, costs, shared, samples):
+    """Tokens of a part, if the samples of a prompt share some of them."""
+    prompts = {i // samples: shared[i] for i in part}
+    return sum(costs[i] - shared[i] for i in part) + sum(prompts.values())
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 300), st.integers(1, 500)), min_size=1, max_size=12),
+    st.integers(1, 9),
+    st.integers(1, 6),
+)
+def test_samples_stay_together_if_that_makes_the_largest_load_smaller(prompts, samples, parts):
+    shared = [prompt for prompt, _ in prompts for _ in range(samples)]
+    costs = [prompt + answer + 7 * i % 40 for prompt, answer in prompts for i in range(samples)]
+    numbers = [i // samples for i in range(len(costs))]
+    out = partition_shared(costs, parts, shared, numbers)
+    assert sorted(i for part in out for i in part) == list(range(len(costs)))
+    assert len(costs) < parts or all(out)
+    loads, alone = (
+        max(count_once(part, costs, shared, samples) for part in found)
+        for found in (out, partition(costs, parts))
+    )
+    assert loads <= alone
+
+
+def test_samples_of_as_many_prompts_as_ranks_stay_together():
+    assert partition_shared([120] * 8, 2, [100] * 8, [0] * 4 + [1] * 4) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    # One long prompt is divided, because a rank without items would not help.
+    assert partition_shared([120] * 4, 2, [100] * 4, [0] * 4) == [[0, 1], [2, 3]]
+    assert partition_shared([9, 5, 5, 1], 2, [0] * 4, [0, 0, 1, 1]) == partition([9, 5, 5, 1], 2)
 
 
 @given(COSTS, st.integers(1, 1000))

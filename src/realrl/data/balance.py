@@ -6,6 +6,7 @@ named by its position in `costs`. A cost is a number of tokens, never negative.
 
 import heapq
 from collections.abc import Sequence
+from itertools import groupby, pairwise
 
 import numpy as np
 
@@ -54,22 +55,66 @@ def partition_samples(costs: Sequence[int], samples: int, parts: int) -> list[li
     return [sorted(part) for part in members]
 
 
+def partition_shared(
+    costs: Sequence[int], parts: int, shared: Sequence[int], prompts: Sequence[int]
+) -> list[list[int]]:
+    """Split items like `partition`, if a part computes the tokens that samples of a prompt share only once.
+
+    shared: the tokens of an item that it shares with the other items of its prompt. prompts: the number of each
+    item's prompt, ascending. The samples of a prompt stay together in runs: whole, halves, quarters, and so on to
+    single samples. The length of runs with the lowest cost of the most expensive part is chosen.
+    """
+    groups = [[*items] for _, items in groupby(range(len(costs)), key=lambda i: prompts[i])]
+    size = max(map(len, groups), default=1)
+    found: list[list[int]] = []
+    lowest = -1
+    while True:
+        runs = [group[i : i + size] for group in groups for i in range(0, len(group), size)]
+        if len(runs) >= parts or size == 1:
+            loads = [_count_cost(run, costs, shared, prompts) for run in runs]
+            split = [sorted(i for run in part for i in runs[run]) for part in partition(loads, parts)]
+            highest = max(_count_cost(part, costs, shared, prompts) for part in split)
+            if lowest < 0 or highest < lowest:
+                found, lowest = split, highest
+        if size == 1:
+            return found
+        size = -(-size // 2)
+
+
+def _count_cost(
+    items: Sequence[int], costs: Sequence[int], shared: Sequence[int], prompts: Sequence[int]
+) -> int:
+    """Count the tokens of ascending items; tokens that neighbours share count once."""
+    once = sum(shared[i] for before, i in pairwise(items) if prompts[before] == prompts[i])
+    return sum(costs[i] for i in items) - once
+
+
 def minibatch_slices(n: int, minibatches: int) -> list[range]:
     """Divide the positions 0 to n - 1 into consecutive mini-batches whose sizes differ by at most one."""
     return [range(n * i // minibatches, n * (i + 1) // minibatches) for i in range(minibatches)]
 
 
-def assign(costs: Sequence[int], *, minibatches: int, dp: int) -> list[list[list[int]]]:
+def assign(
+    costs: Sequence[int],
+    *,
+    minibatches: int,
+    dp: int,
+    shared: Sequence[int] | None = None,
+    prompts: Sequence[int] | None = None,
+) -> list[list[list[int]]]:
     """Assign positions to data-parallel ranks and mini-batches: [dp][minibatch] -> positions.
 
-    Each mini-batch is partitioned over dp separately, so its content does not depend on dp. Raises ValueError if a
+    Each mini-batch is partitioned over dp separately, so its content does not depend on dp. For `shared` and
+    `prompts`, see `partition_shared`; by default, each item has a prompt of its own. Raises ValueError if a
     mini-batch has fewer items than dp.
     """
+    shared, prompts = shared or [0] * len(costs), prompts or range(len(costs))
     out: list[list[list[int]]] = [[] for _ in range(dp)]
     for positions in minibatch_slices(len(costs), minibatches):
         if len(positions) < dp:
             raise ValueError(f"a mini-batch of {len(positions)} items cannot be split over dp={dp}")
-        for rank, part in enumerate(partition([costs[i] for i in positions], dp)):
+        of_items, *of_prompts = ([values[i] for i in positions] for values in (costs, shared, prompts))
+        for rank, part in enumerate(partition_shared(of_items, dp, *of_prompts)):
             out[rank].append([positions[i] for i in part])
     return out
 

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from realrl.data.balance import assign, partition, partition_samples
+from realrl.data.balance import assign, partition_samples, partition_shared
 from realrl.data.batch import KEY_DTYPES, Batch, Ragged
-from realrl.dataflow.call import Call, Kind
+from realrl.dataflow.call import Call, Kind, can_share_prompts
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.plan import Plan
 
@@ -108,15 +108,32 @@ class Store:
             dp = self.plan[call.name].strategy.dp
             if sampling and self.samples > 1:
                 found = [[items] for items in partition_samples(costs, self.samples, dp)]
-            elif call.kind is Kind.TRAIN and self.portion is None:
-                found = assign(costs, minibatches=call.minibatches, dp=dp)
             else:
-                found = [[[everyone[i] for i in items]] for items in partition(costs, dp)]
+                shared, prompts = (
+                    self._count_shared(call, everyone),
+                    [item // self.samples for item in everyone],
+                )
+                if call.kind is Kind.TRAIN and self.portion is None:
+                    found = assign(costs, minibatches=call.minibatches, dp=dp, shared=shared, prompts=prompts)
+                else:
+                    parts = partition_shared(costs, dp, shared, prompts)
+                    found = [[[everyone[i] for i in items]] for items in parts]
             if sampling and self.portion is not None:
                 chosen = {*self.portion}
                 found = [[[item for item in items if item in chosen]] for (items,) in found]
             self._assignments[call.name] = found
         return self._assignments[call.name]
+
+    def _count_shared(self, call: Call, items: list[int], costs: list[int]) -> list[int]:
+        """Count the tokens of each item that a call computes once for all samples of a prompt. They are only
+        expected, because agents write prompts of their own. `costs`: all tokens of the items."""
+        shares = not call.is_function and can_share_prompts(call.candidates, self.plan[call.name].strategy.cp)
+        producers = [self.graph.producer(self.graph.length_key(key) or key) for key in call.work]
+        sampled = sum(producer is not None and producer.kind is Kind.GENERATE for producer in producers)
+        if not shares or not sampled or self.samples == 1 or "prompts" not in self.lengths:
+            return [0] * len(items)
+        prompts = self.row_lengths("prompts", items)
+        return [min(sampled * length, cost) for length, cost in zip(prompts, costs, strict=True)]
 
     def items(self, call: Call, dp: int) -> list[int]:
         """List the ids of all items that a data-parallel rank of `call` processes, in ascending order."""
