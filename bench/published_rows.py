@@ -167,7 +167,9 @@ def predict_training(row: Row) -> Prediction:
     if r["unit"] == "MFU":
         model = StoredModel(row.shape, "lm", "bfloat16", trained=True)
         peak = devices * row.spec.groups[0].device.bf16_flops
-        return Prediction(count_flops(TRAIN, model, workload) / seconds / peak, terms)
+        return Prediction(
+            count_flops(TRAIN, model, workload, row.place(r["micro_batch"]).strategy) / seconds / peak, terms
+        )
     per = devices if r["unit"] == "tokens/s/GPU" else 1
     return Prediction(r["sequences"] * r["sequence"] / seconds / per, terms)
 
@@ -211,7 +213,13 @@ def predict_grpo(row: Row) -> Prediction:
     answers = (*sample_lengths(mean, longest, others), *[longest] * limited)
     # All answers count, not a sample of them: few of them take much of the time.
     workload = Workload(
-        r["sequences"], (r["prompt"],), answers, longest, samples=r["samples"], longest=max(answers)
+        r["sequences"],
+        (r["prompt"],),
+        answers,
+        longest,
+        samples=r["samples"],
+        longest=max(answers),
+        shares_prompts=False,
     )
     graph = build_grpo(r["inferences"], 1 if "portions" in r else r["minibatches"])
     if "portions" in r:

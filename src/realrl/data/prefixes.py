@@ -11,10 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 from realrl.data.batch import Ragged
-
-_LEAST_SAVED = 1 / 16
-"""A common beginning counts only if it saves this share of its rows' tokens. If it saves less, the copies of keys
-and values that attention needs may take longer than the tokens that are saved."""
+from realrl.layout.limits import LEAST_SHARED
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ def find_prefixes(lengths: Sequence[int], common: Sequence[int]) -> list[Prefix]
     found, row = [], 0
     while row < len(lengths):
         prefix = Prefix(range(row, last[row] + 1), shared[row])
-        if prefix.saved >= _LEAST_SAVED * sum(lengths[i] for i in prefix.rows) and prefix.saved:
+        if prefix.saved >= LEAST_SHARED * sum(lengths[i] for i in prefix.rows) and prefix.saved:
             found.append(prefix)
         row = prefix.rows.stop
     return found

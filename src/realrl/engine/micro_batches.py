@@ -9,10 +9,7 @@ from realrl.data.balance import even_micro_batches, join_neighbours, micro_batch
 from realrl.data.batch import Ragged
 from realrl.data.prefixes import Prefix, count_common_tokens, find_joined, find_prefixes, select_prefixes
 from realrl.engine.replay import SampledItems
-
-_PER_STAGE = 2
-"""Least number of micro-batches per pipeline stage. The planner assumes the same, see
-`Efficiency.pass_chunks_per_stage`."""
+from realrl.layout.limits import CHUNKS_PER_STAGE
 
 
 @dataclass(frozen=True)
@@ -51,14 +48,14 @@ def split_items(
     if shares:
         there = Ragged(rows.values.to(torch.device("cpu")), rows.lengths)
         prefixes = find_prefixes(rows.lengths, sampled.limit_common(there, count_common_tokens(there)))
-    most = max_tokens if stages == 1 else min(max_tokens, -(-sum(costs) // (stages * _PER_STAGE)))
+    most = max_tokens if stages == 1 else min(max_tokens, -(-sum(costs) // (stages * CHUNKS_PER_STAGE)))
     # Items with a common beginning are split only if they have too many tokens.
     units = join_neighbours(costs, find_joined(prefixes, items, lambda row: row // each), most)
     loads = [sum(costs[item] for item in unit) for unit in units]
     if stages == 1:
         groups = micro_batches(loads, max_tokens)
     else:
-        groups = even_micro_batches(loads, max_tokens, stages=stages, per_stage=_PER_STAGE)
+        groups = even_micro_batches(loads, max_tokens, stages=stages, per_stage=CHUNKS_PER_STAGE)
     found = []
     for group in groups:
         members = [item for unit in group for item in units[unit]]

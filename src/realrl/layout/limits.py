@@ -44,6 +44,13 @@ ADDED_ELEMENTS = 2**20
 CPU_WIDENED = 2**18
 """Numbers of a quantised matrix that are widened at a time on a CPU; this many fit its caches."""
 
+CHUNKS_PER_STAGE = 2
+"""Micro-batches that a pipeline gets per stage, or more."""
+
+LEAST_SHARED = 1 / 16
+"""Common beginnings of sequences are computed once if that saves this share of their tokens. If it saves less, the
+copies of keys and values that attention needs may take longer than the tokens that are saved."""
+
 SENDS_PER_STAGE = 4
 """Messages that a pipeline stage may have in flight, per stage of the pipeline. If there are more, the stage waits
 for the oldest message, which has very likely arrived, and frees its buffer."""

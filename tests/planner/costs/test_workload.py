@@ -78,11 +78,11 @@ def test_a_preference_pair_is_two_sequences() -> None:
 
 def test_data_parallel_ranks_split_pairs_and_not_their_sequences() -> None:
     work = Workload(10, (100,)).work(make_reward_graph(PAIR_KEYS, list_pair_inputs(False), PAIR).calls[0])
-    chunks = split_work(work, Strategy(dp=4, micro_batch_tokens=100), 2)
+    chunks = split_work(work, Strategy(dp=4, micro_batch_tokens=100))
     assert (chunks.count, chunks.sequences, chunks.peak.sequences) == (3, 2, 2)
-    assert split_work(work, Strategy(dp=4, micro_batch_tokens=500), 2).count == 2
+    assert split_work(work, Strategy(dp=4, micro_batch_tokens=500)).count == 2
     with pytest.raises(UserError, match="10 records cannot be split over dp=16"):
-        split_work(work, Strategy(dp=16), 2)
+        split_work(work, Strategy(dp=16))
 
 
 def test_unmeasured_lengths_are_the_longest_of_the_recipe() -> None:
@@ -134,7 +134,7 @@ def even(sequences: int, length: int, room: int = 0) -> CallWork:
 def test_micro_batch_counts_match_the_engine(
     sequences: int, strategy: Strategy, count: int, tokens: float
 ) -> None:
-    chunks = split_work(even(sequences, 256), strategy, 2)
+    chunks = split_work(even(sequences, 256), strategy)
     assert (chunks.count, chunks.tokens) == (count, tokens)
     assert chunks.squares == pytest.approx(tokens * 256)
 
@@ -149,7 +149,7 @@ def test_pipeline_micro_batch_counts_match_the_engine(
 ) -> None:
     ordered = tuple(sorted(lengths))
     work = CallWork(items=len(lengths), lengths=ordered, answers=(), room=0, minibatches=1, passes=1)
-    found = split_work(work, Strategy(pp=stages, micro_batch_tokens=budget), 2)
+    found = split_work(work, Strategy(pp=stages, micro_batch_tokens=budget))
     made = even_micro_batches(lengths, budget, stages=stages, per_stage=2)
     assert abs(found.count - len(made)) <= max(1, len(made) // 8)
     if len(set(lengths)) == 1:

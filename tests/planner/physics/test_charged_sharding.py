@@ -46,7 +46,7 @@ def data_seconds(name: str, zero: int) -> tuple[float, int]:
     placement = place(zero)
     terms = COST.call(call(name), MODEL, placement, STEP).terms
     work = STEP.work(call(name))
-    chunks = split_work(work, placement.strategy, COST.efficiency.pass_chunks_per_stage).count
+    chunks = split_work(work, placement.strategy).count
     return terms["data"] / (work.minibatches * work.passes), chunks
 
 

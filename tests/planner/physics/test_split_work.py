@@ -71,7 +71,7 @@ FOUR = (10, 20, 30, 40)
 def test_sequences_fill_micro_batches(
     of: CallWork, strategy: Strategy, count: int, sequences: float, peak: PeakChunk
 ) -> None:
-    found = split_work(of, strategy, 2)
+    found = split_work(of, strategy)
     assert (found.count, found.sequences) == (count, pytest.approx(sequences))
     assert astuple(found.peak) == (pytest.approx(peak.sequences), peak.lengths)
     squares = [n * n for n in of.lengths]

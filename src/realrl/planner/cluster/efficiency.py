@@ -177,6 +177,3 @@ class Efficiency:
     (docs/notes/constants.md)."""
     collective_host_s: float = 40e-6
     """Host seconds per collective: enqueueing it from Python, and the skew between the hosts."""
-
-    pass_chunks_per_stage: int = 2
-    """Approximate number of micro-batches per pipeline stage of train and inference calls."""

@@ -62,7 +62,7 @@ def cost_training(context: CallContext) -> Mapping[str, Floats]:
     timing = context.timing
     strategies = context.strategies
     work = context.work
-    chunks = split_all_work(work, strategies, timing.efficiency.pass_chunks_per_stage)
+    chunks = split_all_work(work, strategies)
     size = BatchSize.of(chunks, strategies)
     tokens = size.tokens
     forward = timing.forward(size)
@@ -251,7 +251,7 @@ def _cost_parameter_gather(context: CallContext, runs: Sequence[_Run], update: R
 
 def cost_inference(context: CallContext) -> Mapping[str, Floats]:
     timing = context.timing
-    chunks = split_all_work(context.work, context.strategies, timing.efficiency.pass_chunks_per_stage)
+    chunks = split_all_work(context.work, context.strategies)
     size = BatchSize.of(chunks, context.strategies)
     selects = context.candidates is not None and context.candidates.ids is None
     outside = OutsideLayers(

@@ -181,7 +181,7 @@ class MemoryModel:
             generation = split_generations(work, strategies, cpu=cpu)
             chunks = generation.passes
         else:
-            chunks = split_all_work(work, strategies, self.efficiency.pass_chunks_per_stage)
+            chunks = split_all_work(work, strategies)
         whole_tokens = chunks.peak.tokens
         tokens = whole_tokens / strategies.cp
         sizes = size_shards(model, strategies.tp, strategies.ep)

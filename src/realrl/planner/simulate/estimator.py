@@ -86,7 +86,7 @@ def _calls(
                     terms=durations.terms(call.name),
                     start=event.start + event.waiting,
                     end=event.start + event.seconds,
-                    flops=count_flops(call, model, scenario.workload),
+                    flops=count_flops(call, model, scenario.workload, place.strategy),
                     peak_flops=peak,
                 )
             )

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from realrl.config.errors import UserError
+from realrl.layout.limits import CHUNKS_PER_STAGE, LEAST_SHARED
 from realrl.plan.placement import Strategy
 from realrl.planner.workload.strategies import Strategies
 from realrl.planner.workload.workload import CallWork
@@ -50,17 +51,16 @@ class Chunks:
 
 
 def split_each(strategies: Strategies, split: Callable[[Strategy], Work]) -> Work:
-    """Call `split` once for each group of strategies with equal DP and PP degrees and micro-batch tokens.
+    """Call `split` once for each group of strategies with equal DP, CP and PP degrees and micro-batch tokens.
 
     `split` returns a dataclass of numbers. The results of all strategies are returned as one dataclass of arrays,
     [strategies].
     """
-    known: dict[tuple[int, int, int], int] = {}
-    keys = zip(
-        *(a.tolist() for a in (strategies.dp, strategies.pp, strategies.micro_batch_tokens)), strict=True
-    )
+    known: dict[tuple[int, int, int, int], int] = {}
+    columns = strategies.dp, strategies.cp, strategies.pp, strategies.micro_batch_tokens
+    keys = zip(*(column.tolist() for column in columns), strict=True)
     where = np.array([known.setdefault(key, len(known)) for key in keys])
-    each = [split(Strategy(dp=dp, pp=pp, micro_batch_tokens=tokens)) for dp, pp, tokens in known]
+    each = [split(Strategy(dp=dp, cp=cp, pp=pp, micro_batch_tokens=tokens)) for dp, cp, pp, tokens in known]
     return cast(Work, _gather(each, where))
 
 
@@ -75,21 +75,21 @@ def _gather(values: Sequence[Any], where: Ints) -> Any:
     return np.array(values)[where]
 
 
-def split_all_work(work: CallWork, strategies: Strategies, per_stage: int) -> Chunks:
+def split_all_work(work: CallWork, strategies: Strategies) -> Chunks:
     """Split a mini-batch under each strategy (`split_work`)."""
-    return split_each(strategies, lambda strategy: split_work(work, strategy, per_stage))
+    return split_each(strategies, lambda strategy: split_work(work, strategy))
 
 
-def split_work(work: CallWork, strategy: Strategy, per_stage: int) -> Chunks:
-    """Split one mini-batch into micro-batches, as `engine.model.Model.split_micro_batches` does.
+def split_work(work: CallWork, strategy: Strategy) -> Chunks:
+    """Split one mini-batch into micro-batches, as `engine.micro_batches.split_items` does.
 
     A chunk has at most `micro_batch_tokens` tokens, unless one record is longer. Raises UserError if a rank would
     get no record.
 
     The sequences of a record stay together. The longest records are placed first, and short ones fill the gaps, so
     that all chunks except the last are nearly full. Records of equal length fill chunks evenly. In a pipeline,
-    chunks are equally full, and their number is a multiple of the number of stages. There are at least `per_stage`
-    chunks per stage if there are enough records.
+    chunks are equally full, and their number is a multiple of the number of stages. There are at least
+    `CHUNKS_PER_STAGE` chunks per stage if there are enough records.
     """
     records = records_per_rank(work, strategy)
     costs = sorted((work.per_item * length for length in work.lengths), reverse=True)
@@ -105,7 +105,7 @@ def split_work(work: CallWork, strategy: Strategy, per_stage: int) -> Chunks:
         rest = sum(cost for cost in costs if cost <= budget) / len(costs) * records
         count = max(1, min(records, round(alone) - int(-rest // budget)))
     if strategy.pp > 1:
-        count = min(records, math.ceil(max(count / strategy.pp, per_stage)) * strategy.pp)
+        count = min(records, math.ceil(max(count / strategy.pp, CHUNKS_PER_STAGE)) * strategy.pp)
         budget = min(budget, max(longest, math.ceil(math.ceil(records / count) * mean)))
         # If there are few records, or one long record, more chunks would not be smaller.
         enough = records / max(1, budget // longest) if alike else total / budget
@@ -116,14 +116,57 @@ def split_work(work: CallWork, strategy: Strategy, per_stage: int) -> Chunks:
     else:
         most = max(longest, min(total, budget)) * len(first) / sum(first)
     long = tuple(cost // work.per_item for cost in first)
-    sequences = records * work.per_item / count
+    load = find_load(work, strategy)
     return Chunks(
         count=count,
-        sequences=sequences,
-        tokens=sequences * work.mean,
-        squares=sequences * work.mean_square,
+        sequences=load.sequences / count,
+        tokens=load.tokens / count,
+        squares=load.squares / count,
         peak=PeakChunk(most * work.per_item, long),
     )
+
+
+@dataclass(frozen=True)
+class Load:
+    """Work of the busiest DP rank in a mini-batch. A prompt counts once for samples that are computed together."""
+
+    sequences: float
+    tokens: float
+    squares: float
+    """Sum of squared sequence lengths."""
+
+
+def find_load(work: CallWork, strategy: Strategy) -> Load:
+    """Find the load of the busiest DP rank, as `data.balance.partition_shared` and `engine.micro_batches` divide
+    items of mean length. Raises UserError if a rank would get no record."""
+    records, shared = records_per_rank(work, strategy), work.shared
+    if shared is None or strategy.cp > 1:
+        sequences = records * work.per_item
+        return Load(sequences, sequences * work.mean, sequences * work.mean_square)
+    whole = work.items // work.minibatches
+    most = float(strategy.micro_batch_tokens)
+    if strategy.pp > 1:
+        most = min(most, records * work.per_item * work.mean / (strategy.pp * CHUNKS_PER_STAGE))
+    # Samples of a prompt stay together in runs. A micro-batch may have room for a part of a run.
+    run = work.samples
+    loads = []
+    while True:
+        runs = math.ceil(math.ceil(whole / run) / strategy.dp)
+        sequences = min(whole, runs * run) * work.per_item
+        together = min(run, max(1, int(most / (work.per_item * work.mean)))) * work.per_item
+        spared = sequences * (1 - 1 / together)
+        if spared * shared.tokens < LEAST_SHARED * sequences * work.mean:
+            spared = 0.0
+        loads.append(
+            Load(
+                sequences,
+                sequences * work.mean - spared * shared.tokens,
+                sequences * work.mean_square - spared * shared.squares,
+            )
+        )
+        if run == 1:
+            return min(loads, key=lambda load: load.tokens)
+        run = -(-run // 2)
 
 
 def records_per_rank(work: CallWork, strategy: Strategy) -> int:

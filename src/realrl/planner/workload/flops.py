@@ -5,20 +5,26 @@ from realrl.families.adapters import LORA_A, LORA_B
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
 from realrl.families.sizes import count_layer_weights
+from realrl.plan.placement import Strategy
+from realrl.planner.workload.batching import find_load
 from realrl.planner.workload.windows import average_squares
 from realrl.planner.workload.workload import CallWork, Workload
 from realrl.program.memory import StoredModel
 
 
-def count_flops(call: Call, model: StoredModel | None, workload: Workload) -> float:
-    """Count the FLOPs of a call in a step (see `count_pass_flops`). A function has no model, so it has 0."""
+def count_flops(call: Call, model: StoredModel | None, workload: Workload, strategy: Strategy) -> float:
+    """Count the FLOPs of a call in a step (see `count_pass_flops`). A function has no model, so it has 0.
+
+    A prompt counts once for samples that are computed together under `strategy`.
+    """
     if model is None:
         return 0.0
     work = workload.work(call)
     if call.kind is Kind.GENERATE:
         return work.sequences * _generated(model, work)
-    tokens = work.mean
-    each = count_pass_flops(model, call.kind, tokens=tokens, scored=tokens, squares=work.mean_square)
+    load = find_load(work, strategy)
+    tokens, squares = load.tokens / load.sequences, load.squares / load.sequences
+    each = count_pass_flops(model, call.kind, tokens=tokens, scored=tokens, squares=squares)
     return work.passes * work.sequences * each
 
 

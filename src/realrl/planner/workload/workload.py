@@ -8,7 +8,7 @@ from typing import Self, TypeVar
 
 import numpy as np
 
-from realrl.dataflow.call import Call, Kind
+from realrl.dataflow.call import Call, Kind, can_share_prompts
 from realrl.dataflow.graph import DataflowGraph
 from realrl.families.shape import ModelShape
 from realrl.families.sizes import count_block_weights, count_layer_weights
@@ -88,6 +88,17 @@ _GOLDEN = 0.6180339887498949
 as if they were independent."""
 
 
+@dataclass(frozen=True)
+class SharedPrompts:
+    """Prompts that sequences of a train or inference call begin with. A call can compute them once for several
+    samples."""
+
+    tokens: float
+    """Mean number of tokens of a prompt."""
+    squares: float
+    """Mean of the squares of these numbers."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CallWork:
     """Sequences and passes of one call in a step."""
@@ -115,6 +126,9 @@ class CallWork:
     """Sequences per item."""
     samples: int = 1
     """Items generated from one prompt. They share the prompt's prefill and its part of the KV cache."""
+    shared: SharedPrompts | None = None
+    """The prompts of samples, if the call can compute a prompt once for all of its samples. Only for train and
+    inference calls."""
     sampling: Sampling = UNRESTRICTED
     environment: EnvironmentWork | None = None
     """The environment of a generate call; None if there is none, or if its times are unknown."""
@@ -184,6 +198,8 @@ class Workload:
     """The environment; None if there is none, or if its times are unknown."""
     longest: int = 0
     """Expected length of the longest answer of a step, if `answers` lack answers as rare as that one."""
+    shares_prompts: bool = True
+    """Whether training and inference compute a prompt once for several samples. Other systems do not."""
 
     @classmethod
     def of(
@@ -271,7 +287,17 @@ class Workload:
             passes=passes,
             episode=self.longest_answer if call.name in self.experience_calls else 0,
             per_item=len(call.work),
+            samples=self.samples,
+            shared=self._find_shared(call) if not any(of_prompts) else None,
         )
+
+    def _find_shared(self, call: Call) -> SharedPrompts | None:
+        """Find the prompts that the sequences of a train or inference call share; None if they share none."""
+        sampled = any(self.answers) and self.samples * len(call.work) > 1
+        if not self.shares_prompts or not sampled or not can_share_prompts(call.candidates, cp=1):
+            return None
+        lengths = [prompt for prompt, _ in self.pairs]
+        return SharedPrompts(sum(lengths) / len(lengths), sum(n * n for n in lengths) / len(lengths))
 
     def _list_parts(self, call: Call) -> Sequence[tuple[int, int]]:
         """List what a generate call samples in a step, for answers of every age. Each pair has the number of tokens

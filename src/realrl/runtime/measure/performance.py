@@ -128,9 +128,10 @@ class Performance:
         if generates:
             yield from self._of_decoding(done)
             return
-        yield "packing", tokens / max(tokens, done.sum("micro_batches") * strategy.micro_batch_tokens)
+        packed = tokens + done.sum("spared")
+        yield "packing", packed / max(packed, done.sum("micro_batches") * strategy.micro_batch_tokens)
         if done.sum("padded_tokens"):
-            yield "padding", tokens / done.sum("padded_tokens")
+            yield "padding", packed / done.sum("padded_tokens")
 
     def _of_decoding(self, done: "_CallDone") -> Iterator[tuple[str, float]]:
         rows, steps = done.sum("decode_rows"), done.sum("decode_steps")

@@ -13,16 +13,18 @@ class WorkDone:
     tokens: int
     """Number of tokens in forward passes, without padding.
 
-    Training counts every epoch. Generation counts each prompt once for all its samples, and adds the sampled
-    tokens.
+    Training counts every epoch. Tokens that several sequences begin with count once if they are computed once.
+    Generation counts each prompt once for all its samples, and adds the sampled tokens.
     """
     scored: int
     """Number of tokens for which the head computes outputs: in generation the sampled tokens, otherwise all
     tokens."""
     squares: int
-    """Sum of squared sequence lengths, which determines the work of attention. Samples of a prompt count the prompt
-    once."""
+    """Sum of squared sequence lengths, which determines the work of attention. Tokens that are computed once for
+    several sequences count once."""
     micro_batches: int = 0
+    spared: int = 0
+    """Number of tokens that the sequences of train and inference calls have in addition to `tokens`."""
     padded_tokens: int = 0
     """Like `tokens` for training and inference, but including attention's padding; 0 if there is no padding."""
     decode_steps: int = 0
@@ -43,6 +45,7 @@ def read_passes(counts: PassCounts) -> WorkDone:
         scored=counts.tokens,
         squares=counts.squares,
         micro_batches=counts.micro_batches,
+        spared=counts.spared,
         padded_tokens=counts.padded_tokens,
     )
 

@@ -109,10 +109,8 @@ class Store:
             if sampling and self.samples > 1:
                 found = [[items] for items in partition_samples(costs, self.samples, dp)]
             else:
-                shared, prompts = (
-                    self._count_shared(call, everyone),
-                    [item // self.samples for item in everyone],
-                )
+                shared = self._count_shared(call, everyone, costs)
+                prompts = [item // self.samples for item in everyone]
                 if call.kind is Kind.TRAIN and self.portion is None:
                     found = assign(costs, minibatches=call.minibatches, dp=dp, shared=shared, prompts=prompts)
                 else:
