@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from realrl.data.balance import join_neighbours
 from realrl.data.batch import Batch, Ragged
 from realrl.data.prefixes import Prefix, count_common_tokens, find_joined, find_prefixes, select_prefixes
+from realrl.engine.host_items import HostItems
 from realrl.engine.micro_batches import split_items
-from realrl.engine.replay import SampledItems
 
 
 def find(*rows: str) -> list[tuple[int, int, int]]:
     """First row, number of rows and number of tokens of each common beginning."""
     texts = Ragged.of([torch.tensor([ord(letter) for letter in row]) for row in rows])
-    found = find_prefixes(texts.lengths, count_common_tokens(texts))
+    found = find_prefixes(texts.lengths, count_common_tokens(texts.rows()))
     return [(of.rows.start, len(of.rows), of.tokens) for of in found]
 
 
@@ -78,10 +78,10 @@ def test_micro_batches_keep_samples_of_a_prompt_together(stages: int) -> None:
             for i in range(16)
         ]
     )
-    nothing = SampledItems.of(Batch(tuple(range(16)), {}), ())
+    items = HostItems.of(rows, Batch(tuple(range(16)), {}), ())
 
     def split(*, shares: bool) -> list[tuple[int, int]]:
-        found = split_items(16, rows, nothing, max_tokens=130, stages=stages, shares=shares)
+        found = split_items(items, max_tokens=130, stages=stages, shares=shares)
         assert sorted(item for part in found for item in part.items) == [*range(16)]
         for part in found:
             assert sum(rows.lengths[item] for item in part.items) <= 130

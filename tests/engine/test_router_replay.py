@@ -18,9 +18,9 @@ from realrl.dataflow.call import Replay
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling_noise import SamplingSeed
 from realrl.engine.generation.scheduler import Scheduler
+from realrl.engine.host_items import HostItems
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.parallel_groups import select_groups
-from realrl.engine.replay import SampledItems
 from realrl.engine.training.trainer import Trainer, TrainOptions
 from realrl.families.shape import Mixture, ModelShape
 from realrl.layout.layout import build_layout
@@ -313,11 +313,11 @@ def test_experts_are_those_of_the_sampler_as_far_as_a_row_repeats_its_sequence()
     rows[3][6] += 1
     rows[4] = torch.cat([rows[4], rows[4][:2]])
     same = [9, 4, 0, 6, 9]
-    run = Ragged.of(rows)
     order = [4, 2, 1, 0, 3]
-    items, run = SampledItems.of(batch, REPLAYS).select([1, 2, 0, 4, 3]), run.select(order)
+    items = HostItems.of(Ragged.of(rows), batch, REPLAYS).select([1, 2, 0, 4, 3])
     items = items.select([3, 1, 0, 2, 4])  # of those that were selected
-    routing = items.make_routing(model.shard, run, Packing.of(run.lengths, CPU))
+    run = Ragged.of(rows).select(order)
+    routing = items.make_routing(model.shard, Packing.of(run.lengths, CPU))
     probabilities = torch.rand(len(run.values), model.shape.mixture.experts).softmax(1)
     likeliest = probabilities.topk(size[1]).indices
     for layer in range(size[0]):
@@ -344,12 +344,12 @@ def test_rows_of_two_samples_of_an_item_replay_each_its_own() -> None:
     replays = (*REPLAYS, Replay("other_tokens", "other_experts"))
     pairs = Ragged.of([first.row(0), other.row(0), first.row(1), other.row(1)])
     packing = Packing.of(pairs.lengths, CPU)
-    routing = SampledItems.of(batch, replays).make_routing(model.shard, pairs, packing)
+    routing = HostItems.of(pairs, batch, replays).make_routing(model.shard, packing)
     with torch.no_grad():
         together = Ragged(model.forward(pairs, packing, None, routing=routing), pairs.lengths)
         for rows, made, places in ((first, replays[:1], (0, 2)), (other, replays[1:], (1, 3))):
             alone = Packing.of(rows.lengths, CPU)
-            routing = SampledItems.of(batch, made).make_routing(model.shard, rows, alone)
+            routing = HostItems.of(rows, batch, made).make_routing(model.shard, alone)
             apart = model.forward(rows, alone, None, routing=routing)
             torch.testing.assert_close(together.select(places).values, apart, rtol=1e-5, atol=1e-5)
 

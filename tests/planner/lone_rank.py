@@ -90,6 +90,8 @@ def nobody_else() -> Iterator[Messages]:
         patch.setattr(collectives, "_all_gather", gathered)
         patch.setattr(collectives, "_reduce_scatter", scattered)
         patch.setattr(Pipeline, "broadcast_metrics", lambda _, metrics: metrics)
+        # Tokens on a fake device have no values, so they would all seem equal.
+        patch.setattr("realrl.engine.model.can_share_prompts", lambda *_: False)
         yield found
 
 

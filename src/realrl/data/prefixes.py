@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+from torch import Tensor
 
-from realrl.data.batch import Ragged
 from realrl.layout.limits import LEAST_SHARED
 
 
@@ -27,9 +27,9 @@ class Prefix:
         return (len(self.rows) - 1) * self.tokens
 
 
-def count_common_tokens(rows: Ragged) -> list[int]:
+def count_common_tokens(rows: Sequence[Tensor]) -> list[int]:
     """Count, for each row but the first, the tokens that it begins with like the row before. [rows - 1]"""
-    arrays = [row.numpy() for row in rows.rows()]
+    arrays = [row.numpy() for row in rows]
     found = []
     for before, row in pairwise(arrays):
         size = min(len(before), len(row))

@@ -3,12 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from realrl.data.balance import even_micro_batches, join_neighbours, micro_batches
-from realrl.data.batch import Ragged
-from realrl.data.prefixes import Prefix, count_common_tokens, find_joined, find_prefixes, select_prefixes
-from realrl.engine.replay import SampledItems
+from realrl.data.prefixes import Prefix, find_joined, find_prefixes, select_prefixes
+from realrl.engine.host_items import HostItems
 from realrl.layout.limits import CHUNKS_PER_STAGE
 
 
@@ -24,33 +21,22 @@ class MicroBatch:
     """Common beginnings of the rows of these items, which are computed only once."""
 
 
-def split_items(
-    items: int,
-    rows: Ragged,
-    sampled: SampledItems,
-    *,
-    max_tokens: int,
-    stages: int,
-    shares: bool,
-) -> list[MicroBatch]:
+def split_items(items: HostItems, *, max_tokens: int, stages: int, shares: bool) -> list[MicroBatch]:
     """Split items into micro-batches of at most `max_tokens` tokens. A pipeline gets about two micro-batches per
     stage, or more.
 
-    `rows`: the token rows of all items; every item has the same number of consecutive rows. `shares`: whether the
-    common beginnings of neighbouring rows are computed only once. They count as often as they occur towards
-    `max_tokens`, so memory does not depend on what rows have in common.
+    `shares`: whether the common beginnings of neighbouring rows are computed only once. They count as often as they
+    occur towards `max_tokens`, so memory does not depend on what rows have in common.
     """
-    if not items:
+    if not len(items):
         return []
-    each = len(rows) // items
-    costs = [sum(rows.lengths[i : i + each]) for i in range(0, len(rows), each)]
-    prefixes: list[Prefix] = []
-    if shares:
-        there = Ragged(rows.values.to(torch.device("cpu")), rows.lengths)
-        prefixes = find_prefixes(rows.lengths, sampled.limit_common(there, count_common_tokens(there)))
+    each = items.rows_per_item
+    lengths = [len(row) for row in items.list_rows()]
+    costs = [sum(lengths[i : i + each]) for i in range(0, len(lengths), each)]
+    prefixes = find_prefixes(lengths, items.count_common()) if shares else []
     most = max_tokens if stages == 1 else min(max_tokens, -(-sum(costs) // (stages * CHUNKS_PER_STAGE)))
     # Items with a common beginning are split only if they have too many tokens.
-    units = join_neighbours(costs, find_joined(prefixes, items, lambda row: row // each), most)
+    units = join_neighbours(costs, find_joined(prefixes, len(items), lambda row: row // each), most)
     loads = [sum(costs[item] for item in unit) for unit in units]
     if stages == 1:
         groups = micro_batches(loads, max_tokens)

@@ -14,12 +14,12 @@ from realrl.data.prefixes import Prefix
 from realrl.dataflow.call import Candidates, Replay, can_share_prompts
 from realrl.engine.buffers import LocalSet, Parameters
 from realrl.engine.dtypes import find_set_dtype
+from realrl.engine.host_items import HostItems, list_experts
 from realrl.engine.micro_batches import MicroBatch, split_items
 from realrl.engine.parallel_groups import ParallelGroups
 from realrl.engine.pass_counts import PassCounts
 from realrl.engine.pipeline import Pipeline, prefetch_receives
 from realrl.engine.reduced_metrics import reduce_metrics
-from realrl.engine.replay import SampledItems
 from realrl.engine.sharding import GatheredParameters, ShardedPasses
 from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import Layout, build_layout
@@ -240,18 +240,11 @@ class Model:
         return prefetch_receives(self.pipeline.post_recv_gradient, map(self.count_hidden_rows, tokens))
 
     def split_items(
-        self,
-        items: int,
-        rows: Ragged,
-        max_tokens: int,
-        sampled: SampledItems,
-        candidates: Candidates | None,
+        self, items: HostItems, max_tokens: int, candidates: Candidates | None
     ) -> list[MicroBatch]:
         """Split the items of a call into micro-batches. For the arguments, see `micro_batches.split_items`."""
         return split_items(
             items,
-            rows,
-            sampled,
             max_tokens=max_tokens,
             stages=self.groups.pipeline.size,
             shares=can_share_prompts(candidates, self.groups.context.size),
@@ -277,15 +270,17 @@ class Model:
         collectives.
         """
         collected: dict[str, list[Tensor | None]] = {}
-        sampled = SampledItems.of(batch, replays)
-        batch = batch.without(sampled.keys)
-        parts = self.split_items(len(batch), method.sequences(batch), max_tokens, sampled, candidates)
+        items, batch = (
+            HostItems.of(method.sequences(batch), batch, replays),
+            batch.without(list_experts(replays)),
+        )
+        parts = self.split_items(items, max_tokens, candidates)
         count = self.agree_on_passes(len(parts)) if self.passes_are_joint else len(parts)
         received = self.receive_activations([micro_batch.tokens for micro_batch in parts])
         for micro_batch in parts:
             positions = micro_batch.items
             part = batch.select(positions).to(self.device)
-            its = sampled.select(positions)
+            its = items.select(positions)
             outputs = self._infer_part(part, method, micro_batch.prefixes, received, candidates, its)
             for key, field in outputs.items():
                 slots = collected.setdefault(key, [None] * len(batch))
@@ -314,12 +309,12 @@ class Model:
         prefixes: Sequence[Prefix],
         received: Iterator[Tensor | None],
         candidates: Candidates | None,
-        sampled: SampledItems,
+        items: HostItems,
     ) -> dict[str, Ragged]:
         """Run a micro-batch of an inference call; returns outputs on the last stage only."""
         rows = method.sequences(part)
         packing = self.pack(rows, prefixes)
-        routing = sampled.make_routing(self.shard, rows, packing)
+        routing = items.make_routing(self.shard, packing)
         hidden = self.forward(rows, packing, next(received), routing=routing)
         if self.shard.last:
             likeliest = candidates.count if candidates is not None and candidates.ids is None else 0

@@ -8,8 +8,8 @@ import torch
 from realrl.data.balance import assign
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import Call, Candidates, Kind
+from realrl.engine.host_items import HostItems
 from realrl.engine.micro_batches import split_items
-from realrl.engine.replay import SampledItems
 from realrl.families.sizes import SHAPES
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.cluster.cluster_spec import ClusterSpec
@@ -38,9 +38,7 @@ def count_on_ranks(prompts: int, samples: int, strategy: Strategy) -> tuple[int,
         costs, minibatches=1, dp=strategy.dp, shared=[PROMPT] * len(rows), prompts=numbers
     ):
         parts = split_items(
-            len(items),
-            Ragged.of([rows[i] for i in items]),
-            SampledItems.of(Batch(tuple(items), {}), ()),
+            HostItems.of(Ragged.of([rows[i] for i in items]), Batch(tuple(items), {}), ()),
             max_tokens=strategy.micro_batch_tokens,
             stages=strategy.pp,
             shares=True,

@@ -160,14 +160,16 @@ def test_flops_are_twice_the_parameters_per_token_and_direction(call: str) -> No
     matrices += shape.hidden_size * (shape.vocab_size if of.models[role].head == "lm" else 1)
     rounds = 3 if call.endswith("train") else 1
     due = rounds * 2 * matrices * 3 * 32
-    assert count_flops(of.graph.call(call), of.models[role], short) == pytest.approx(due, rel=1e-3)
+    assert count_flops(of.graph.call(call), of.models[role], short, Strategy()) == pytest.approx(
+        due, rel=1e-3
+    )
 
 
 def test_generation_flops_count_each_token_once() -> None:
     of = scenario()
     model, generate = of.models["actor"], of.graph.call("actor.generate")
-    scored = count_flops(of.graph.call("ref.inference"), model, of.workload)
-    assert 0.9 * scored < count_flops(generate, model, of.workload) < scored
+    scored = count_flops(of.graph.call("ref.inference"), model, of.workload, Strategy())
+    assert 0.9 * scored < count_flops(generate, model, of.workload, Strategy()) < scored
 
 
 def test_generation_flops_count_a_prompt_once_for_all_its_samples() -> None:
@@ -175,7 +177,8 @@ def test_generation_flops_count_a_prompt_once_for_all_its_samples() -> None:
     model, generate = of.models["actor"], of.graph.call("actor.generate")
 
     def count(prompt: int, samples: int) -> float:
-        return count_flops(generate, model, replace(of.workload, prompts=(prompt,), samples=samples))
+        work = replace(of.workload, prompts=(prompt,), samples=samples)
+        return count_flops(generate, model, work, Strategy())
 
     shared, apart, short = count(400, 8), count(400, 1), count(50, 1)
     # Attention to the prompt remains, for each of the samples.

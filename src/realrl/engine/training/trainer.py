@@ -12,12 +12,12 @@ from realrl.algorithms.base.method import Metrics, TrainMethod
 from realrl.data.batch import Batch
 from realrl.dataflow.call import Candidates, Replay
 from realrl.engine.buffers import LocalSet
+from realrl.engine.host_items import HostItems, list_experts
 from realrl.engine.micro_batches import MicroBatch
 from realrl.engine.model import Model, read_candidates
 from realrl.engine.offload import Offloadable
 from realrl.engine.pipeline import make_1f1b_schedule
 from realrl.engine.reduced_metrics import reduce_metrics
-from realrl.engine.replay import SampledItems
 from realrl.engine.training.expert_balance import ExpertBalance
 from realrl.engine.training.full_gradients import FullGradients
 from realrl.engine.training.gradients import Accumulation
@@ -152,8 +152,10 @@ class Trainer:
         """
         model = self.model
         data = model.groups.data
-        sampled = SampledItems.of(batch, replays)
-        batch, metrics = method.prepare(batch.without(sampled.keys).to(model.device), data.sum)
+        recorded = batch
+        batch = batch.without(list_experts(replays)).to(model.device)
+        batch, metrics = method.prepare(batch, data.sum)
+        items = HostItems.of(method.sequences(batch), recorded, replays)
         reduce_metrics(metrics, data, model.device)
         steps = [positions for _ in range(method.epochs) for positions in minibatches]
         self._skipped.begin_call(options.call)
@@ -162,7 +164,7 @@ class Trainer:
         empty = 0
         for positions in steps:
             minibatch = batch.select(positions)
-            found, learns = self._accumulate_gradients(minibatch, method, options, sampled.select(positions))
+            found, learns = self._accumulate_gradients(minibatch, method, options, items.select(positions))
             metrics.update(found)
             if not learns:
                 self._discard()
@@ -204,10 +206,10 @@ class Trainer:
         reduce_metrics(metrics, data, self.model.device)
         if self._balance is not None:
             self._balance.begin_call()
-        sampled = SampledItems.of(batch, ())
+        items = HostItems.of(method.sequences(batch), batch, ())
         try:
             found, learns = self._accumulate_gradients(
-                batch, method, options, sampled, last=last, averages=averages
+                batch, method, options, items, last=last, averages=averages
             )
         except BaseException:
             self._discard()  # gradients of some micro-batches must not stay behind
@@ -323,7 +325,7 @@ class Trainer:
         batch: Batch,
         method: TrainMethod,
         options: TrainOptions,
-        sampled: SampledItems,
+        items: HostItems,
         *,
         last: bool = True,
         averages: bool = True,
@@ -344,7 +346,7 @@ class Trainer:
             self._weight += float(weight)
             weight = torch.ones_like(weight)
         idle = not len(batch)
-        parts = model.split_items(len(batch), rows, options.max_tokens, sampled, options.candidates)
+        parts = model.split_items(items, options.max_tokens, options.candidates)
         tokens = [micro_batch.tokens for micro_batch in parts]
         received = model.receive_activations(tokens)
         stage = model.groups.pipeline.index
@@ -383,7 +385,7 @@ class Trainer:
                     weight,
                     sequences,
                     metrics,
-                    sampled,
+                    items,
                 )
                 if model.shard.last:
                     loss += done.result.detach()
@@ -413,16 +415,16 @@ class Trainer:
         weight: Tensor,
         sequences: Tensor,
         metrics: Metrics,
-        sampled: SampledItems,
+        items: HostItems,
     ) -> "_Pass":
-        """Run the forward pass of a micro-batch of `batch`, whose sampled items are `sampled`."""
+        """Run the forward pass of a micro-batch of `batch`, which `items` has on the host."""
         model = self.model
-        part, sampled = batch.select(micro_batch.items), sampled.select(micro_batch.items)
+        part, items = batch.select(micro_batch.items), items.select(micro_batch.items)
         rows = method.sequences(part)
         packing = model.pack(rows, micro_batch.prefixes)
         if received is not None:
             received.requires_grad_(self._sends_gradients)
-        routing = sampled.make_routing(model.shard, rows, packing)
+        routing = items.make_routing(model.shard, packing)
         if self._balance is not None:
             routing = self._balance.route(routing, packing, sequences)
         hidden = model.forward(rows, packing, received, recompute=options.recompute, routing=routing)
