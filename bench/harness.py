@@ -11,6 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from realrl.runtime.observer import Wishes
+
 if TYPE_CHECKING:
     from realrl.runtime.observer import MetricsRecord
 
@@ -93,7 +95,8 @@ def list_demo_overrides(demo: Path) -> list[str]:
 class SilentObserver:
     """Observer of a run that ignores everything."""
 
-    ends = False
+    def __init__(self) -> None:
+        self.wishes = Wishes()
 
     def begin(self, experiment: object, steps: int) -> None:
         """Ignore the beginning."""

@@ -31,9 +31,8 @@ class StepClock(SilentObserver):
     """Observer that notes when steps end."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.ends: list[float] = []
-
-    ends = False
 
     def begin(self, experiment: object, steps: int) -> None:
         self.ends.append(time.perf_counter())

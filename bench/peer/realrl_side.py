@@ -28,9 +28,8 @@ class StepByStep(SilentObserver):
     """Observer that holds the run until it is this side's turn."""
 
     def __init__(self, world: World, turns: Turns) -> None:
+        super().__init__()
         self._world, self._turns = world, turns
-
-    ends = False
 
     def begin(self, experiment: object, steps: int) -> None:
         self._turns.ready()
