@@ -49,11 +49,11 @@ def compute(
         x = qkv.requires_grad_()
         out = varlen_attention(x, Packing.of(lengths, "cpu"), heads, kv_heads, rule, exact=exact)
     else:
-        packing = Packing.of(lengths, "cpu", index=group.index, ranks=group.size)
+        packing = Packing.of(lengths, "cpu", group=group)
         share = packing.share
         assert share is not None
         x, upstream = share.select(qkv).requires_grad_(), share.select(upstream)
-        out = ContextParallel(group, share).attend(x, heads, kv_heads, rule, exact=exact)
+        out = ContextParallel(share).attend(x, heads, kv_heads, rule, exact=exact)
     out.backward(upstream)
     assert x.grad is not None
     found = [out.detach(), x.grad]
@@ -85,7 +85,9 @@ def test_outputs_and_gradients_are_those_of_one_rank(tmp_path: Path, world: int)
     for case in parts[0]:
         name, heads, rule, exact = case
         expected = compute(LENGTHS[name], *heads, RULES[rule], exact, None)
-        shares = [Packing.of(LENGTHS[name], "cpu", index=i, ranks=world).share for i in range(world)]
+        shares = [
+            Packing.of(LENGTHS[name], "cpu", group=Group(tuple(range(world)), i)).share for i in range(world)
+        ]
         for figure in range(2):
             found = torch.full_like(expected[figure], torch.nan)
             for part, share in zip(parts, shares, strict=True):

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from realrl.model.attention import attend_to_spans, varlen_attention
 from realrl.model.attention_rule import CAUSAL, AttentionRule
+from realrl.model.group import Group
 from realrl.model.packing import Packing, TokenShare, count_own_tokens
 
 LENGTHS = [1, 17, 150, 16, 48, 49, 2, 700]
@@ -22,7 +23,7 @@ RULES = {
 def test_ranks_divide_all_tokens_and_predictions_among_themselves(lengths: list[int], ranks: int) -> None:
     packing = Packing.of(lengths, "cpu")
     total = len(packing.positions)
-    shares = [TokenShare(lengths, "cpu", index, ranks) for index in range(ranks)]
+    shares = [TokenShare(lengths, "cpu", Group(tuple(range(ranks)), index)) for index in range(ranks)]
     assert {share.count for share in shares} == {count_own_tokens(total, ranks)}
     assert all(torch.equal(share.gathered, torch.cat([s.places for s in shares])) for share in shares)
     assert torch.equal(shares[0].gathered[shares[0].order], torch.arange(ranks * shares[0].count))
@@ -51,7 +52,9 @@ def test_two_pieces_balance_the_attention_of_one_long_sequence() -> None:
     for ranks in (2, 4, 8):
         seen = [
             int((share.positions + 1).sum())
-            for share in (TokenShare([1600], "cpu", index, ranks) for index in range(ranks))
+            for share in (
+                TokenShare([1600], "cpu", Group(tuple(range(ranks)), index)) for index in range(ranks)
+            )
         ]
         assert max(seen) == min(seen)
 
@@ -72,7 +75,7 @@ def test_pieces_attend_and_have_gradients_as_whole_sequences(
     parts = qkv.clone().requires_grad_()
     found = torch.zeros_like(out)
     for index in range(ranks):
-        share = TokenShare(LENGTHS, "cpu", index, ranks)
+        share = TokenShare(LENGTHS, "cpu", Group(tuple(range(ranks)), index))
         missing = sum(share.padded_lengths) - len(qkv)
         padded = torch.nn.functional.pad(parts, (0, 0, 0, missing))
         q, kv = padded.split((heads * dim, 2 * kv_heads * dim), 1)

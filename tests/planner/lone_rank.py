@@ -22,7 +22,6 @@ from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling_noise import SamplingSeed
 from realrl.engine.model import Model
 from realrl.engine.parallel_groups import ParallelGroups
-from realrl.engine.pipeline import Pipeline
 from realrl.engine.training.optimizer import ShardedAdamW
 from realrl.engine.training.trainer import Trainer, TrainOptions
 from realrl.huggingface.initial_weights import initialise
@@ -89,7 +88,7 @@ def nobody_else() -> Iterator[Messages]:
         patch.setattr(dist, "irecv", arrived)
         patch.setattr(collectives, "_all_gather", gathered)
         patch.setattr(collectives, "_reduce_scatter", scattered)
-        patch.setattr(Pipeline, "broadcast_metrics", lambda _, metrics: metrics)
+        patch.setattr("realrl.engine.training.trainer.broadcast_metrics", lambda metrics, *_: metrics)
         # Tokens on a fake device have no values, so they would all seem equal.
         patch.setattr("realrl.engine.model.can_share_prompts", lambda *_: False)
         yield found

@@ -57,13 +57,12 @@ class Candidates:
     setting: str = "count"
 
 
-def can_share_prompts(candidates: Candidates | None, cp: int) -> bool:
+def can_share_prompts(candidates: Candidates | None) -> bool:
     """Decide whether an inference or train call computes the common beginning of several sequences only once.
 
-    `candidates`: those of the call. Given candidates may differ at equal tokens. `cp`: the number of ranks that
-    divide the tokens of a pass.
+    `candidates`: those of the call. Given candidates may differ at equal tokens.
     """
-    return cp == 1 and (candidates is None or candidates.ids is None)
+    return candidates is None or candidates.ids is None
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,18 @@
 """One rank's part of a role's model: its flat parameters, its inference calls, and methods that training also
 uses."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import repeat
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from realrl.algorithms.base.method import InferenceMethod, Metrics, ModelOutput
 from realrl.data.batch import Batch, Ragged
-from realrl.data.prefixes import Prefix
 from realrl.dataflow.call import Candidates, Replay, can_share_prompts
 from realrl.engine.buffers import LocalSet, Parameters
 from realrl.engine.dtypes import find_set_dtype
@@ -22,11 +24,13 @@ from realrl.engine.pipeline import Pipeline, prefetch_receives
 from realrl.engine.reduced_metrics import reduce_metrics
 from realrl.engine.sharding import GatheredParameters, ShardedPasses
 from realrl.families.shape import Head, ModelShape
+from realrl.families.sizes import estimate_attention_cost
 from realrl.layout.layout import Layout, build_layout
 from realrl.layout.sets import BASE, WHOLE, TrainablePart, build_parameter_sets
 from realrl.layout.shard import Shard
 from realrl.model.arithmetic.ops import PLAIN, Products
-from realrl.model.packing import Packing, count_own_tokens
+from realrl.model.group import Group
+from realrl.model.packing import Packing
 from realrl.model.routing import LIKELIEST, Routing
 from realrl.model.transformer import Transformer
 from realrl.plan.placement import Mesh, Placement, Strategy
@@ -83,7 +87,6 @@ class Model:
             weights,
             groups.tensor,
             products,
-            context_group=groups.context,
             expert_group=groups.experts,
             sequence_parallel=self.sequence_parallel,
         )
@@ -109,16 +112,16 @@ class Model:
 
     @property
     def passes_are_joint(self) -> bool:
-        """Whether forward passes have collectives of ranks with different items: under ZeRO-3, and if such ranks
-        divide the experts."""
+        """Whether forward passes have collectives of ranks with different micro-batches: under ZeRO-3, and if such
+        ranks divide the experts."""
         strategy = self.layout.placement.strategy
-        return strategy.shards_parameters or strategy.cp * strategy.tp % strategy.ep > 0
+        return strategy.shards_parameters or strategy.tp % strategy.ep > 0
 
     def agree_on_passes(self, count: int) -> int:
-        """Return the largest `count` of all data-parallel ranks. All of these ranks then take part in this number
-        of passes, some of them in idle passes."""
+        """Return the largest `count` of all ranks with the same parameters. All of these ranks then take part in
+        this number of passes, some of them in idle passes."""
         found = torch.tensor(float(count), device=self.device)
-        return int(self.groups.data.max(found))
+        return int(self.groups.copies.max(found))
 
     @torch.no_grad()
     def initialise_magnitudes(self) -> None:
@@ -136,13 +139,10 @@ class Model:
         """Whether all parameters are in device memory, neither freed nor offloaded."""
         return all(of.resident for of in self.sets.values())
 
-    def pack(self, rows: Ragged, prefixes: Sequence[Prefix] = ()) -> Packing:
-        """Pack token rows for the passes of this rank; context-parallel ranks divide their tokens. The common
-        beginnings of rows, `prefixes`, are computed only once."""
-        context = self.groups.context
-        return Packing.of(
-            rows.lengths, self.device, index=context.index, ranks=context.size, prefixes=prefixes
-        )
+    def pack(self, rows: Ragged, micro_batch: MicroBatch) -> Packing:
+        """Pack the token rows of a micro-batch for the passes of this rank."""
+        block = self.groups.blocks[len(micro_batch.ranks)]
+        return Packing.of(rows.lengths, self.device, group=block, prefixes=micro_batch.prefixes)
 
     def forward(
         self,
@@ -160,7 +160,8 @@ class Model:
         """
         x = rows.values if received is None else received
         hidden: Tensor = self.transformer(x, packing, recompute=recompute, routing=routing)
-        self.counts.add_micro_batch(packing)
+        if self.groups.context.size == 1:
+            self.counts.padded_tokens += packing.spans.padded_tokens
         return hidden
 
     def compute_output(
@@ -208,7 +209,7 @@ class Model:
         any other pass.
         """
         rows = Ragged.of([torch.zeros(2, dtype=torch.int64)]).to(self.device)
-        packing, x = self.pack(rows), rows.values
+        packing, x = Packing.of(rows.lengths, self.device), rows.values
         if not self.pipeline.first:
             shape = self.count_hidden_rows(2), self.shape.hidden_size
             x = torch.zeros(shape, dtype=self.dtype, device=self.device, requires_grad=requires_grad)
@@ -221,14 +222,13 @@ class Model:
         return found
 
     def count_hidden_rows(self, tokens: int) -> int:
-        """Count the rows of hidden states that a rank exchanges with the next stage for a micro-batch of `tokens`
-        tokens."""
-        tokens = count_own_tokens(tokens, self.groups.context.size)
+        """Count the rows of hidden states that a rank exchanges with the next stage for a micro-batch of which it
+        computes `tokens` tokens."""
         return -(-tokens // self.shard.tp) if self.sequence_parallel else tokens
 
     def receive_activations(self, tokens: Sequence[int]) -> Iterator[Tensor | None]:
         """Yield the previous stage's hidden states for each micro-batch, or None on the first stage. `tokens` lists
-        the number of tokens of each micro-batch."""
+        how many tokens of each micro-batch this rank computes."""
         if self.pipeline.first:
             return repeat(None, len(tokens))
         return prefetch_receives(self.pipeline.post_recv, map(self.count_hidden_rows, tokens))
@@ -242,13 +242,27 @@ class Model:
     def split_items(
         self, items: HostItems, max_tokens: int, candidates: Candidates | None
     ) -> list[MicroBatch]:
-        """Split the items of a call into micro-batches. For the arguments, see `micro_batches.split_items`."""
-        return split_items(
+        """Split the items of a call into micro-batches of this rank and of its context-parallel peers. For the
+        arguments, see `micro_batches.split_items`."""
+        context, shape = self.groups.context, self.shape
+        found = split_items(
             items,
             max_tokens=max_tokens,
             stages=self.groups.pipeline.size,
-            shares=can_share_prompts(candidates, self.groups.context.size),
+            shares=can_share_prompts(candidates),
+            ranks=context.size,
+            attention_cost=estimate_attention_cost(shape),
         )
+        self.counts.add_micro_batches(found, context.size)
+        return found
+
+    def select_own(self, found: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Select the micro-batches that this rank computes."""
+        return [micro_batch for micro_batch in found if self.groups.context.index in micro_batch.ranks]
+
+    def reports(self, micro_batch: MicroBatch) -> bool:
+        """Check whether this rank reports the results of a micro-batch. All ranks that divide it have them."""
+        return self.groups.context.index == micro_batch.ranks.start
 
     @torch.no_grad()
     def infer(
@@ -269,23 +283,18 @@ class Model:
         Other stages return the batch unchanged and no metrics. Data-parallel ranks without items only join the
         collectives.
         """
-        collected: dict[str, list[Tensor | None]] = {}
-        items, batch = (
-            HostItems.of(method.sequences(batch), batch, replays),
-            batch.without(list_experts(replays)),
-        )
-        parts = self.split_items(items, max_tokens, candidates)
+        found: list[tuple[Sequence[int], dict[str, Ragged]]] = []
+        items = HostItems.of(method.sequences(batch), batch, replays)
+        batch = batch.without(list_experts(replays))
+        parts = self.select_own(self.split_items(items, max_tokens, candidates))
         count = self.agree_on_passes(len(parts)) if self.passes_are_joint else len(parts)
-        received = self.receive_activations([micro_batch.tokens for micro_batch in parts])
+        received = self.receive_activations([micro_batch.own_tokens for micro_batch in parts])
         for micro_batch in parts:
-            positions = micro_batch.items
-            part = batch.select(positions).to(self.device)
-            its = items.select(positions)
-            outputs = self._infer_part(part, method, micro_batch.prefixes, received, candidates, its)
-            for key, field in outputs.items():
-                slots = collected.setdefault(key, [None] * len(batch))
-                for position, row in zip(positions, field.to(torch.device("cpu")).rows(), strict=True):
-                    slots[position] = row
+            part = batch.select(micro_batch.items).to(self.device)
+            its = items.select(micro_batch.items)
+            outputs = self._infer_part(part, method, micro_batch, received, candidates, its)
+            if self.reports(micro_batch):
+                found.append((micro_batch.items, outputs))
             after_micro_batch()
         if count > len(parts):
             self.pipeline.flush()
@@ -296,8 +305,7 @@ class Model:
         self.pipeline.wait_sends()
         if not self.shard.last:
             return batch, Metrics()
-        fields = {key: Ragged.of([r for r in rows if r is not None]) for key, rows in collected.items()}
-        batch = batch.with_fields(**fields)
+        batch = batch.with_fields(**join_outputs(found, self.groups.context))
         metrics = method.metrics(batch) if len(batch) else Metrics()
         reduce_metrics(metrics, self.groups.data, self.device, idle=not len(batch))
         return batch, metrics
@@ -306,14 +314,14 @@ class Model:
         self,
         part: Batch,
         method: InferenceMethod,
-        prefixes: Sequence[Prefix],
+        micro_batch: MicroBatch,
         received: Iterator[Tensor | None],
         candidates: Candidates | None,
         items: HostItems,
     ) -> dict[str, Ragged]:
-        """Run a micro-batch of an inference call; returns outputs on the last stage only."""
+        """Run a micro-batch of an inference call; returns outputs in host memory, on the last stage only."""
         rows = method.sequences(part)
-        packing = self.pack(rows, prefixes)
+        packing = self.pack(rows, micro_batch)
         routing = items.make_routing(self.shard, packing)
         hidden = self.forward(rows, packing, next(received), routing=routing)
         if self.shard.last:
@@ -322,7 +330,8 @@ class Model:
             output = self.compute_output(hidden, rows, packing, candidates=ids, likeliest=likeliest)
             if self.passes is not None:
                 self.passes.release()
-            return method.outputs(part, output)
+            outputs = method.outputs(part, output)
+            return {key: field.to(torch.device("cpu")) for key, field in outputs.items()}
         self.pipeline.send(hidden)
         return {}
 
@@ -350,6 +359,21 @@ def make_unsharded_model(
         part=TrainablePart(quantised=shape.quantised is not None),
         products=products,
     )
+
+
+def join_outputs(found: Sequence[tuple[Sequence[int], dict[str, Ragged]]], group: Group) -> dict[str, Ragged]:
+    """Join the outputs of the micro-batches of all ranks of a group, in the order of items. `found`: positions of
+    the items of a micro-batch, and its outputs in host memory."""
+    parts = [*found]
+    if group.handle is not None:
+        everywhere: list[Any] = [None] * group.size
+        dist.all_gather_object(everywhere, parts, group=group.handle)
+        parts = [part for of_rank in everywhere for part in of_rank]
+    rows: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
+    for positions, outputs in parts:
+        for key, field in outputs.items():
+            rows[key].update(zip(positions, field.rows(), strict=True))
+    return {key: Ragged.of([of[position] for position in sorted(of)]) for key, of in rows.items()}
 
 
 def read_candidates(batch: Batch, candidates: Candidates | None) -> Tensor | None:

@@ -1,19 +1,19 @@
-"""Counts of the work that one rank does in a call."""
+"""Counts of the work of a call."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from realrl.model.packing import Packing
+from realrl.engine.micro_batches import MicroBatch
 
 _Span = tuple[torch.cuda.Event, torch.cuda.Event]
 """CUDA events at the start and the end of a prefill."""
 
 
 class PassCounts:
-    """Counter of the micro-batches and decode steps that one rank executes in a call.
+    """Counter of the micro-batches of a rank and its context-parallel peers in a call, or of its decode steps.
 
     All counts are known on the host, so counting never waits for the device.
     """
@@ -24,16 +24,16 @@ class PassCounts:
         self.reset()
 
     def reset(self) -> None:
-        self.micro_batches = 0
-        """Forward passes of packed sequences."""
+        self.micro_batches = 0.0
+        """Micro-batches. One that only some context-parallel ranks divide counts in proportion."""
         self.tokens = 0
-        """Tokens in these passes, without padding. A common beginning of sequences counts once."""
+        """Tokens in them, without padding. A common beginning of sequences counts once."""
         self.spared = 0
         """Tokens that sequences have in addition, because they share common beginnings."""
         self.squares = 0
         """Sum of the squared sequence lengths. The square of a common beginning counts once."""
         self.padded_tokens = 0
-        """Tokens including the padding of attention; 0 if attention does not pad."""
+        """Tokens including the padding of attention; 0 if attention does not pad, or if ranks divide tokens."""
         self.decode_steps = 0
         """Forward passes over one token of each row of a decode batch."""
         self.decode_rows = 0
@@ -41,16 +41,13 @@ class PassCounts:
         self._host_seconds = 0.0
         self._prefills: list[_Span] = []
 
-    def add_micro_batch(self, packing: Packing) -> None:
-        self.micro_batches += 1
-        spans = packing.spans if packing.shared is None else packing.shared.spans
-        tokens = sum(spans.queries)
-        self.tokens += tokens
-        self.spared += sum(packing.lengths) - tokens
-        self.squares += sum(
-            keys**2 - (keys - queries) ** 2 for queries, keys in zip(spans.queries, spans.keys, strict=True)
-        )
-        self.padded_tokens += packing.spans.padded_tokens
+    def add_micro_batches(self, found: Sequence[MicroBatch], ranks: int) -> None:
+        """Count the micro-batches of `ranks` context-parallel ranks, each of which counts the work of all."""
+        for micro_batch in found:
+            self.micro_batches += len(micro_batch.ranks) / ranks
+            self.tokens += micro_batch.tokens
+            self.spared += micro_batch.spared
+            self.squares += micro_batch.squares
 
     def add_decode_step(self, rows: int) -> None:
         self.decode_steps += 1

@@ -7,7 +7,6 @@ nothing is posted before it is needed. Messages are ordered so that stages never
 This would hold even if the host waited for the end of every operation.
 """
 
-import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realrl.algorithms.base.method import Metrics
 from realrl.layout.limits import SENDS_PER_STAGE
 from realrl.model.group import Group
 
@@ -300,19 +298,6 @@ class Pipeline:
         around = isinstance(self._transport, OrderedTransport) and not self.first
         for stage in range(1 if around else self.group.size - 1):
             self._transport.send_back(tokens, stage, _TOKENS)
-
-    def broadcast_metrics(self, metrics: Metrics) -> Metrics:
-        if self.group.size == 1:
-            return metrics
-        source, handle, device = self.group.ranks[-1], self.group.handle, self._device
-        text = json.dumps(metrics.to_plain()).encode() if self.last else b""
-        size = torch.tensor([len(text)], device=device)
-        dist.broadcast(size, source, group=handle)
-        message = torch.empty(int(size), dtype=torch.uint8, device=device)
-        if self.last:
-            message = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-        dist.broadcast(message, source, group=handle)
-        return Metrics.from_plain(json.loads(message.cpu().numpy().tobytes()))
 
     def flush(self) -> None:
         """Send the messages that are held back. Other stages need them now, and the next message of this stage may

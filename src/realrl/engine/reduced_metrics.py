@@ -1,8 +1,10 @@
-"""Metrics summed over data-parallel ranks."""
+"""Metrics summed over ranks with different items, and sent to ranks that do not know them."""
 
+import json
 from zlib import crc32
 
 import torch
+import torch.distributed as dist
 
 from realrl.algorithms.base.method import Metrics
 from realrl.model.group import Group
@@ -42,6 +44,21 @@ def reduce_metrics(metrics: Metrics, group: Group, device: torch.device, *, idle
     if metrics.maxima:
         highest = group.max(torch.stack([m.to(device) for m in metrics.maxima.values()]))
         metrics.maxima = dict(zip(metrics.maxima, highest.unbind(), strict=True))
+
+
+def broadcast_metrics(metrics: Metrics, group: Group, source: int, device: torch.device) -> Metrics:
+    """Return the metrics of the rank with the index `source` in a group, with their names."""
+    if group.size == 1:
+        return metrics
+    knows = group.index == source
+    text = json.dumps(metrics.to_plain()).encode() if knows else b""
+    size = torch.tensor([len(text)], device=device)
+    dist.broadcast(size, group.ranks[source], group=group.handle)
+    message = torch.empty(int(size), dtype=torch.uint8, device=device)
+    if knows:
+        message = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    dist.broadcast(message, group.ranks[source], group=group.handle)
+    return Metrics.from_plain(json.loads(message.cpu().numpy().tobytes()))
 
 
 def _agree_on_names(metrics: Metrics, group: Group, device: torch.device, *, idle: bool) -> tuple[int, int]:

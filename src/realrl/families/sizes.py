@@ -97,6 +97,16 @@ def count_layer_weights(shape: ModelShape) -> int:
     return shape.hidden_size * rotated + block
 
 
+def estimate_attention_cost(shape: ModelShape) -> float:
+    """Estimate the time to attend to one token, relative to the time of all products for a token in a layer.
+
+    Attention over n tokens takes n * heads * head_dim FLOPs per token, and products take 2 FLOPs per parameter, of
+    which half count here for the causal mask. A GPU needs 1.4 to 2.0 times as long for a FLOP of attention
+    (predicted for A100 and H100).
+    """
+    return 1.6 * shape.heads * shape.head_dim / count_layer_weights(shape)
+
+
 def count_block_weights(shape: ModelShape) -> int:
     """Count the parameters of the matrices of a feed-forward block, or of an expert."""
     matrices = 3 if find_layer_options(shape).gated else 2

@@ -13,7 +13,7 @@ from torch.autograd import Function
 
 from realrl.model.attention import attend_to_spans
 from realrl.model.attention_rule import AttentionRule
-from realrl.model.group import Group, all_gather, reduce_scatter
+from realrl.model.group import all_gather, reduce_scatter
 from realrl.model.packing import TokenShare
 from realrl.model.tensor_parallel import sum_parts
 
@@ -22,7 +22,6 @@ from realrl.model.tensor_parallel import sum_parts
 class ContextParallel:
     """Communication of the CP ranks in a pass whose tokens they divide. `share` has this rank's tokens."""
 
-    group: Group
     share: TokenShare
 
     def attend(self, qkv: Tensor, heads: int, kv_heads: int, rule: AttentionRule, *, exact: bool) -> Tensor:
@@ -30,7 +29,7 @@ class ContextParallel:
         share = self.share
         width = qkv.shape[1] // (heads + 2 * kv_heads) * heads
         q, own = qkv.split((width, qkv.shape[1] - width), 1)
-        kv = _GatherTokens.apply(own, self.group, share)
+        kv = _GatherTokens.apply(own, share)
         outputs = [
             attend_to_spans(
                 part, kv[piece.first_key : piece.stop], piece.spans, heads, kv_heads, rule, exact=exact
@@ -46,7 +45,7 @@ class ContextParallel:
         [N, ...]; places: [N], those of a rank differ from those of others -> [T, ...], 0 at places of no rank
         """
         whole = values.new_zeros(self.share.tokens, *values.shape[1:]).index_copy_(0, places, values)
-        return sum_parts(whole, self.group)
+        return sum_parts(whole, self.share.group)
 
 
 class _GatherTokens(Function):
@@ -54,14 +53,14 @@ class _GatherTokens(Function):
     ranks, C]"""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, group: Group, share: TokenShare) -> Tensor:
-        ctx.group, ctx.share = group, share
-        buffer = own.new_empty(group.size * len(own), own.shape[1])
-        all_gather(buffer, own.contiguous(), group)
+    def forward(ctx: Any, own: Tensor, share: TokenShare) -> Tensor:
+        ctx.share = share
+        buffer = own.new_empty(share.group.size * len(own), own.shape[1])
+        all_gather(buffer, own.contiguous(), share.group)
         return buffer.index_select(0, share.order)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         own = grad.new_empty(ctx.share.count, grad.shape[1])
-        reduce_scatter(own, grad.index_select(0, ctx.share.gathered), ctx.group)
-        return own, None, None
+        reduce_scatter(own, grad.index_select(0, ctx.share.gathered), ctx.share.group)
+        return own, None

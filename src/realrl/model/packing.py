@@ -13,6 +13,7 @@ from realrl.data.prefixes import Prefix
 from realrl.layout.kv_blocks import BLOCK_TOKENS
 from realrl.layout.limits import Bucket, bucket_lengths
 from realrl.model.arithmetic.copies import Copies
+from realrl.model.group import Group
 from realrl.model.paged_attention import CachePlaces, KeyRuns
 
 
@@ -152,7 +153,10 @@ class TokenShare:
     targets: Tensor
     """Packed places of the tokens that they predict. [M]"""
 
-    def __init__(self, lengths: Sequence[int], device: torch.device | str, index: int, ranks: int) -> None:
+    def __init__(self, lengths: Sequence[int], device: torch.device | str, group: Group) -> None:
+        """`group`: the ranks that divide the tokens."""
+        self.group = group
+        index, ranks = group.index, group.size
         self.tokens = sum(lengths)
         self.count = count_own_tokens(self.tokens, ranks)
         """Number of tokens of each rank, padding included."""
@@ -273,14 +277,14 @@ class Packing:
         lengths: Sequence[int],
         device: torch.device | str,
         *,
-        index: int = 0,
-        ranks: int = 1,
+        group: Group | None = None,
         prefixes: Sequence[Prefix] = (),
     ) -> "Packing":
-        """Pack sequences with these lengths, each at least 1. `ranks` context-parallel ranks divide the tokens;
-        `index` is this rank among them. Common beginnings, `prefixes`, are computed once."""
+        """Pack sequences with these lengths, each at least 1. The context-parallel ranks of `group` divide the
+        tokens. Common beginnings, `prefixes`, are computed once."""
+        divided = group is not None and group.size > 1
         assert len(lengths) > 0 and min(lengths) > 0, "a packing has sequences, and each of them tokens"
-        assert not prefixes or ranks == 1, "context-parallel ranks do not share common beginnings"
+        assert not prefixes or not divided, "context-parallel ranks do not share common beginnings"
         sizes = torch.tensor(lengths)
         starts = _find_starts(sizes)
         positions = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(sizes)
@@ -297,7 +301,7 @@ class Packing:
             positions=positions,
             cu_seqlens=cu_seqlens,
             target_indices=target_indices,
-            share=TokenShare(lengths, device, index, ranks) if ranks > 1 else None,
+            share=TokenShare(lengths, device, group) if group is not None and divided else None,
             shared=shared,
         )
 

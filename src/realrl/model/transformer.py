@@ -60,9 +60,8 @@ class Transformer(nn.Module):
 
     `weights(*names)` returns a view of the rank's rows of the global tensors with these names, stacked. `sources`
     maps each parameter's name to the global tensors that it is stacked from. `tensor_group` has the ranks with the
-    tensor-parallel shards of this stage. `context_group` has the ranks that divide the tokens of a pass with this
-    one, and `expert_group` the ranks that divide the experts of this stage. `products` determines how matrices are
-    multiplied.
+    tensor-parallel shards of this stage, and `expert_group` the ranks that divide its experts. `products`
+    determines how matrices are multiplied.
     """
 
     def __init__(
@@ -72,7 +71,6 @@ class Transformer(nn.Module):
         tensor_group: Group,
         products: Products = PLAIN,
         *,
-        context_group: Group | None = None,
         expert_group: Group | None = None,
         sequence_parallel: bool = False,
     ) -> None:
@@ -81,7 +79,6 @@ class Transformer(nn.Module):
         self.shard = shard
         self.shape = shape
         self.tensor_group = tensor_group
-        self._context_group = context_group or make_single_rank_group()
         self._products = products
         self._sequence_parallel = sequence_parallel
         options = find_layer_options(shape)
@@ -260,7 +257,7 @@ class Transformer(nn.Module):
 
     def _make_cp(self, packing: Packing) -> ContextParallel | None:
         """Make the CP communication; None if no ranks divide the tokens."""
-        return None if packing.share is None else ContextParallel(self._context_group, packing.share)
+        return None if packing.share is None else ContextParallel(packing.share)
 
     def _repeat_kv_heads(self, qkv: Tensor) -> Tensor:
         """Repeat key/value heads to one per query head, if key heads serve different numbers of query heads."""

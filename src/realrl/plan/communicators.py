@@ -9,6 +9,7 @@ from typing import Literal
 
 from realrl.plan.axes import COPIES, Degrees, Divided, axes_dividing
 from realrl.plan.placement import Placement
+from realrl.plan.pool import list_block_sizes
 
 RankSet = tuple[int, ...]
 Role = Literal[
@@ -71,6 +72,13 @@ def list_own_rank_sets(placement: Placement, rank: int) -> dict[Role, RankSet]:
     }
 
 
+def list_context_blocks(placement: Placement, rank: int) -> list[RankSet]:
+    """List the groups of several ranks that may divide the tokens of a micro-batch with a rank, smallest first."""
+    ranks = list_own_rank_sets(placement, rank)["context"]
+    index = ranks.index(rank)
+    return [ranks[index // size * size :][:size] for size in list_block_sizes(len(ranks)) if size > 1]
+
+
 def _role_degrees(placement: Placement, role: Role) -> Degrees:
     """Find the degrees that number the ranks for the groups of a role."""
     folded = role in ("experts", "expert_copies")
@@ -128,7 +136,11 @@ def list_groups(placement: Placement) -> Iterator[tuple[Role, RankSet]]:
     grows with the square of the number of ranks."""
     for role in CTAS:
         for origin in _role_degrees(placement, role).origins(*_role_axes(role)):
-            yield role, _members(placement, role, origin)
+            ranks = _members(placement, role, origin)
+            if role == "context":
+                for size in list_block_sizes(len(ranks))[:-1]:
+                    yield from ((role, ranks[i : i + size]) for i in range(0, len(ranks), size))
+            yield role, ranks
 
 
 def list_communicators(rank_sets: RankSets, world: int) -> tuple[Communicator, ...]:

@@ -33,8 +33,8 @@ class ExpertBalance:
 
         `sequences` is the number of sequences of the mini-batch on all data-parallel ranks.
         """
-        context = self._model.groups.context
-        if context.index == 0:
+        group = None if packing.share is None else packing.share.group
+        if group is None or group.index == 0:
             self._sequences += len(packing.lengths)
         coefficient = None
         if self._coefficient:
@@ -53,7 +53,7 @@ class ExpertBalance:
             members=None if packing.shared is None else packing.shared.members,
             lengths=packing.starts.diff(),
             coefficient=coefficient,
-            group=context,
+            group=group,
         )
 
     def end_call(self) -> Metrics:

@@ -17,7 +17,7 @@ from realrl.engine.micro_batches import MicroBatch
 from realrl.engine.model import Model, read_candidates
 from realrl.engine.offload import Offloadable
 from realrl.engine.pipeline import make_1f1b_schedule
-from realrl.engine.reduced_metrics import reduce_metrics
+from realrl.engine.reduced_metrics import broadcast_metrics, reduce_metrics
 from realrl.engine.training.expert_balance import ExpertBalance
 from realrl.engine.training.full_gradients import FullGradients
 from realrl.engine.training.gradients import Accumulation
@@ -345,9 +345,9 @@ class Trainer:
         else:
             self._weight += float(weight)
             weight = torch.ones_like(weight)
-        idle = not len(batch)
-        parts = model.split_items(items, options.max_tokens, options.candidates)
-        tokens = [micro_batch.tokens for micro_batch in parts]
+        found = model.split_items(items, options.max_tokens, options.candidates)
+        parts = model.select_own(found)
+        tokens = [micro_batch.own_tokens for micro_batch in parts]
         received = model.receive_activations(tokens)
         stage = model.groups.pipeline.index
         stages = model.groups.pipeline.size
@@ -356,9 +356,10 @@ class Trainer:
         loss = torch.zeros((), dtype=torch.float64, device=model.device)
         passes: dict[int, _Pass] = {}
         accumulation = self._accumulation
-        # If micro-batches have collectives of data-parallel ranks, ranks with fewer of them run idle passes.
+        # If micro-batches have collectives of ranks with other ones, ranks with fewer of them run idle passes.
         joint = model.passes_are_joint or model.layout.placement.strategy.zero > 1
-        count = model.agree_on_passes(len(parts)) if joint else len(parts)
+        count = len(parts) + self._lacks_last_pass(found, parts)
+        count = model.agree_on_passes(count) if joint else count
         actions = make_1f1b_schedule(stages, count)[stage]
         for action in actions:
             if action.micro_batch >= len(parts):
@@ -387,7 +388,7 @@ class Trainer:
                     metrics,
                     items,
                 )
-                if model.shard.last:
+                if model.shard.last and model.reports(parts[action.micro_batch]):
                     loss += done.result.detach()
                 if self._has_backward:
                     passes[action.micro_batch] = done
@@ -399,11 +400,24 @@ class Trainer:
             options.after_pass()
         model.pipeline.wait_sends()
         self._loss += loss
+        idle = not any(map(model.reports, parts))
         if model.shard.last and LOSS not in metrics.means and not idle:
             # The mean over mini-batches weighs each of them by its own weight.
-            metrics.mean(LOSS, loss * weight, own_weight)
-        reduce_metrics(metrics, model.groups.data, model.device, idle=idle and model.shard.last)
-        return model.pipeline.broadcast_metrics(metrics), learns
+            metrics.mean(LOSS, loss * weight, own_weight if model.groups.context.index == 0 else 0.0)
+        groups = model.groups
+        reduce_metrics(metrics, groups.copies, model.device, idle=idle and model.shard.last)
+        metrics = broadcast_metrics(metrics, groups.context, 0, model.device)
+        return broadcast_metrics(metrics, groups.pipeline, groups.pipeline.size - 1, model.device), learns
+
+    def _lacks_last_pass(self, found: Sequence[MicroBatch], own: Sequence[MicroBatch]) -> bool:
+        """Check whether this rank must add an idle pass, because gradients are reduced during its last pass.
+
+        That cannot be a pass with peers that go on with other micro-batches. `found`: micro-batches of all
+        context-parallel ranks; `own`: those of this rank.
+        """
+        ranks = self.model.groups.context.size
+        alike = all(len(micro_batch.ranks) == ranks for micro_batch in found)
+        return bool(found) and not alike and not (own and len(own[-1].ranks) == 1)
 
     def _forward(
         self,
@@ -421,7 +435,7 @@ class Trainer:
         model = self.model
         part, items = batch.select(micro_batch.items), items.select(micro_batch.items)
         rows = method.sequences(part)
-        packing = model.pack(rows, micro_batch.prefixes)
+        packing = model.pack(rows, micro_batch)
         if received is not None:
             received.requires_grad_(self._sends_gradients)
         routing = items.make_routing(model.shard, packing)
@@ -434,7 +448,8 @@ class Trainer:
         ids = read_candidates(part, options.candidates)
         output = model.compute_output(hidden, rows, packing, entropy=method.entropy, candidates=ids)
         loss, part_metrics = method.loss(part, output)
-        metrics.update(part_metrics)
+        if model.reports(micro_batch):
+            metrics.update(part_metrics)
         return _Pass(received, loss / weight)
 
     def _backward(self, done: "_Pass", gradient: Tensor | None) -> None:

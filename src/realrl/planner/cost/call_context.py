@@ -8,6 +8,7 @@ import numpy as np
 from realrl.dataflow.call import Candidates
 from realrl.planner.cost.network import Network
 from realrl.planner.cost.timing import DeviceHostTime, Timing
+from realrl.planner.workload.batching import Chunks
 from realrl.planner.workload.strategies import Strategies
 from realrl.planner.workload.workload import CallWork
 from realrl.program.arrays import Floats, Ints, Real
@@ -58,13 +59,14 @@ class CallContext:
             )
         return DeviceHostTime(2 * ring.all_reduce(size), 2 * self.collective_host)
 
-    def key_communication(self, tokens: Real) -> DeviceHostTime:
-        """Predict the time in which CP ranks gather the keys and values of a layer, each for its own `tokens`. In
-        the backward pass, they reduce-scatter the gradients in the same time."""
-        whole = tokens * self.strategies.cp
+    def key_communication(self, tokens: Real, chunks: Chunks) -> DeviceHostTime:
+        """Predict the time in which CP ranks gather the keys and values of a layer, each for its own `tokens`, as
+        far as they divide sequences. In the backward pass, they reduce-scatter the gradients in the same time."""
+        whole = tokens * self.strategies.cp * chunks.exchanged
         keys = 2 * whole * self.timing.sizes.cache_dim * self.timing.element_bytes
-        host = np.where(self.strategies.cp > 1, self.collective_host, 0.0)
-        return DeviceHostTime(self.network.group("cp").all_gather(keys), host)
+        host = np.where(self.strategies.cp > 1, self.collective_host * chunks.divided, 0.0)
+        seconds = np.where(chunks.divided > 0, self.network.group("cp").all_gather(keys), 0.0)
+        return DeviceHostTime(seconds, host)
 
     def expert_communication(self, tokens: Real) -> DeviceHostTime:
         """Predict the time in which EP ranks send a layer's `tokens` of each TP group to their experts and back,
@@ -84,14 +86,16 @@ class CallContext:
             seconds = seconds + self.network.group("tp").all_gather(4 * tokens * sizes.experts)
         return DeviceHostTime(seconds, 4 * self.collective_host)
 
-    def result_communication(self, tokens: Real) -> Real:
-        """Predict the seconds in which CP ranks give each other the results of the head, in an all-reduce.
+    def result_communication(self, tokens: Real, chunks: Chunks) -> Real:
+        """Predict the seconds in which CP ranks that divide sequences exchange the results of the head, in an
+        all-reduce.
 
         Ids of tokens that the call selects are int64; other results are float32.
         """
         candidates = self.candidates
         numbers = 1 if candidates is None else 1 + candidates.count * (1 if candidates.ids is not None else 3)
-        return self.network.group("cp").all_reduce(4 * tokens * self.strategies.cp * numbers)
+        results = 4 * tokens * self.strategies.cp * chunks.exchanged * numbers
+        return np.where(chunks.divided > 0, self.network.group("cp").all_reduce(results), 0.0)
 
     def head_communication(self, tokens: Real) -> Real:
         """Predict the seconds of TP communication in the head's forward pass.

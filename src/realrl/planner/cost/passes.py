@@ -68,7 +68,7 @@ def cost_training(context: CallContext) -> Mapping[str, Floats]:
     forward = timing.forward(size)
     backward = timing.backward(size)
     layer_communication = context.layer_communication(tokens)
-    keys, experts = context.key_communication(tokens), context.expert_communication(tokens)
+    keys, experts = context.key_communication(tokens, chunks), context.expert_communication(tokens)
     rounds = np.where(strategies.recompute, 3, 2)
     device = backward.device + forward.device * (rounds - 1)
     host = backward.host + forward.host * (rounds - 1)
@@ -105,7 +105,7 @@ def cost_training(context: CallContext) -> Mapping[str, Floats]:
         last=timing.head(size) + timing.head_backward(size),
         comm_first=layer_communication.device / 2,
         comm_last=context.head_communication(tokens) + context.head_backward_communication(tokens),
-        results=context.result_communication(tokens),
+        results=context.result_communication(tokens, chunks),
     )
     terms = _cost_pipeline(context, chunks, layers, outside)
     # Under 1F1B a stage waits in turn for the stages before and after it, so no computation hides the transfers.
@@ -259,7 +259,7 @@ def cost_inference(context: CallContext) -> Mapping[str, Floats]:
         last=timing.head(size) + (timing.likeliest(size) if selects else 0.0),
         comm_first=context.layer_communication(size.tokens).device / 2,
         comm_last=context.head_communication(size.tokens),
-        results=context.result_communication(size.tokens),
+        results=context.result_communication(size.tokens, chunks),
     )
     layer = timing.forward(size)
     if context.strategies.zero == 1:
@@ -279,7 +279,7 @@ def cost_forward_pass(
 ) -> dict[str, Floats]:
     """Predict the seconds by term of the forward pass of all chunks through all stages."""
     tokens = chunks.tokens / context.strategies.cp
-    layer_communication, keys = context.layer_communication(tokens), context.key_communication(tokens)
+    layer_communication, keys = context.layer_communication(tokens), context.key_communication(tokens, chunks)
     experts = context.expert_communication(tokens)
     host = layer.host + layer_communication.host + keys.host + experts.host
     layers = _EqualLayers(

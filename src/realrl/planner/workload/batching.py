@@ -10,6 +10,7 @@ import numpy as np
 from realrl.config.errors import UserError
 from realrl.layout.limits import CHUNKS_PER_STAGE, LEAST_SHARED
 from realrl.plan.placement import Strategy
+from realrl.plan.pool import list_block_sizes
 from realrl.planner.workload.strategies import Strategies
 from realrl.planner.workload.workload import CallWork
 from realrl.program.arrays import Ints
@@ -47,6 +48,10 @@ class Chunks:
     """Mean number of tokens of a chunk."""
     squares: Any
     """Mean over chunks of the sum of squared sequence lengths."""
+    divided: Any = 0.0
+    """Share of the tokens whose chunks several CP ranks divide."""
+    exchanged: Any = 0.0
+    """Keys and values that CP ranks gather, relative to the case in which all of them divide all tokens."""
     peak: PeakChunk
 
 
@@ -122,6 +127,8 @@ def split_work(work: CallWork, strategy: Strategy) -> Chunks:
         sequences=load.sequences / count,
         tokens=load.tokens / count,
         squares=load.squares / count,
+        divided=load.divided,
+        exchanged=load.exchanged,
         peak=PeakChunk(most * work.per_item, long),
     )
 
@@ -134,39 +141,62 @@ class Load:
     tokens: float
     squares: float
     """Sum of squared sequence lengths."""
+    divided: float = 0.0
+    """See `Chunks`."""
+    exchanged: float = 0.0
+    """See `Chunks`."""
 
 
 def find_load(work: CallWork, strategy: Strategy) -> Load:
-    """Find the load of the busiest DP rank, as `data.balance.partition_shared` and `engine.micro_batches` divide
-    items of mean length. Raises UserError if a rank would get no record."""
-    records, shared = records_per_rank(work, strategy), work.shared
-    if shared is None or strategy.cp > 1:
+    """Find the load of the busiest DP rank, with all its CP peers, as `data.balance.partition_shared` and
+    `engine.micro_batches` divide items of mean length. Raises UserError if a rank would get no record."""
+    records, shared, cp = records_per_rank(work, strategy), work.shared, strategy.cp
+    divided, exchanged = _find_division(work, strategy, records)
+    if shared is None:
         sequences = records * work.per_item
-        return Load(sequences, sequences * work.mean, sequences * work.mean_square)
+        return Load(sequences, sequences * work.mean, sequences * work.mean_square, divided, exchanged)
     whole = work.items // work.minibatches
-    most = float(strategy.micro_batch_tokens)
+    most = strategy.micro_batch_tokens / cp
     if strategy.pp > 1:
-        most = min(most, records * work.per_item * work.mean / (strategy.pp * CHUNKS_PER_STAGE))
+        most = min(most, records * work.per_item * work.mean / (cp * strategy.pp * CHUNKS_PER_STAGE))
     # Samples of a prompt stay together in runs. A micro-batch may have room for a part of a run.
     run = work.samples
     loads = []
     while True:
-        runs = math.ceil(math.ceil(whole / run) / strategy.dp)
-        sequences = min(whole, runs * run) * work.per_item
+        runs = math.ceil(math.ceil(whole / run) / (strategy.dp * cp))
+        sequences = min(whole, cp * runs * run) * work.per_item
         together = min(run, max(1, int(most / (work.per_item * work.mean)))) * work.per_item
         spared = sequences * (1 - 1 / together)
         if spared * shared.tokens < LEAST_SHARED * sequences * work.mean:
             spared = 0.0
+        spared *= 1 - divided
         loads.append(
             Load(
                 sequences,
                 sequences * work.mean - spared * shared.tokens,
                 sequences * work.mean_square - spared * shared.squares,
+                divided,
+                exchanged,
             )
         )
         if run == 1:
             return min(loads, key=lambda load: load.tokens)
         run = -(-run // 2)
+
+
+def _find_division(work: CallWork, strategy: Strategy, records: int) -> tuple[float, float]:
+    """Find how much CP ranks divide sequences (`Chunks.divided`, `Chunks.exchanged`), as `plan.pool.divide_pool`
+    does at first, if the cost of an item is its number of tokens."""
+    sizes = list_block_sizes(strategy.cp)
+    costs = [work.per_item * length for length in work.lengths]
+    most = min(strategy.micro_batch_tokens / strategy.cp, records * sum(costs) / len(costs) / strategy.cp)
+    divided = exchanged = 0.0
+    for cost in costs:
+        size = next((size for size in sizes if cost <= size * most * (1 + 1e-9)), strategy.cp)
+        if size > 1:
+            divided += cost / sum(costs)
+            exchanged += cost / sum(costs) * (size - 1) / (strategy.cp - 1)
+    return divided, exchanged
 
 
 def records_per_rank(work: CallWork, strategy: Strategy) -> int:

@@ -294,7 +294,7 @@ class Workload:
     def _find_shared(self, call: Call) -> SharedPrompts | None:
         """Find the prompts that the sequences of a train or inference call share; None if they share none."""
         sampled = any(self.answers) and self.samples * len(call.work) > 1
-        if not self.shares_prompts or not sampled or not can_share_prompts(call.candidates, cp=1):
+        if not self.shares_prompts or not sampled or not can_share_prompts(call.candidates):
             return None
         lengths = [prompt for prompt, _ in self.pairs]
         return SharedPrompts(sum(lengths) / len(lengths), sum(n * n for n in lengths) / len(lengths))

@@ -22,7 +22,7 @@ class WorkDone:
     squares: int
     """Sum of squared sequence lengths, which determines the work of attention. Tokens that are computed once for
     several sequences count once."""
-    micro_batches: int = 0
+    micro_batches: float = 0
     spared: int = 0
     """Number of tokens that the sequences of train and inference calls have in addition to `tokens`."""
     padded_tokens: int = 0

@@ -125,7 +125,7 @@ class Store:
     def _count_shared(self, call: Call, items: list[int], costs: list[int]) -> list[int]:
         """Count the tokens of each item that a call computes once for all samples of a prompt. They are only
         expected, because agents write prompts of their own. `costs`: all tokens of the items."""
-        shares = not call.is_function and can_share_prompts(call.candidates, self.plan[call.name].strategy.cp)
+        shares = not call.is_function and can_share_prompts(call.candidates)
         producers = [self.graph.producer(self.graph.length_key(key) or key) for key in call.work]
         sampled = sum(producer is not None and producer.kind is Kind.GENERATE for producer in producers)
         if not shares or not sampled or self.samples == 1 or "prompts" not in self.lengths:
