@@ -42,6 +42,7 @@ def count_on_ranks(prompts: int, samples: int, strategy: Strategy) -> tuple[int,
             max_tokens=strategy.micro_batch_tokens,
             stages=strategy.pp,
             shares=True,
+            ranks=strategy.cp,
         )
         saved = sum(len(of.rows) - 1 for part in parts for of in part.prefixes)
         squares = len(items) * (PROMPT + ANSWER) ** 2 - saved * PROMPT**2
@@ -50,20 +51,28 @@ def count_on_ranks(prompts: int, samples: int, strategy: Strategy) -> tuple[int,
 
 
 @pytest.mark.parametrize(
-    ("prompts", "samples", "dp", "pp", "budget"),
+    ("prompts", "samples", "dp", "cp", "pp", "budget"),
     [
-        (4, 8, 1, 1, 10_000),
-        (4, 8, 2, 1, 10_000),
-        (4, 8, 8, 1, 10_000),  # half a prompt's samples on each rank
-        (3, 8, 2, 1, 10_000),
-        (4, 8, 1, 1, 160),  # four samples in a micro-batch
-        (4, 8, 1, 1, 40),  # a single one
-        (4, 16, 2, 2, 10_000),
-        (6, 1, 3, 1, 10_000),
+        (4, 8, 1, 1, 1, 10_000),
+        (4, 8, 2, 1, 1, 10_000),
+        (4, 8, 8, 1, 1, 10_000),  # half a prompt's samples on each rank
+        (3, 8, 2, 1, 1, 10_000),
+        (4, 8, 1, 1, 1, 160),  # four samples in a micro-batch
+        (4, 8, 1, 1, 1, 40),  # a single one
+        (4, 16, 2, 1, 2, 10_000),
+        (6, 1, 3, 1, 1, 10_000),
+        # A pool of two or four ranks: each computes the samples of two prompts, or of one.
+        (4, 8, 1, 2, 1, 10_000),
+        (4, 8, 2, 2, 1, 10_000),
+        (4, 8, 1, 4, 1, 640),
+        # Sequences that two ranks divide are computed by themselves.
+        (4, 8, 1, 2, 1, 40),
     ],
 )
-def test_planner_counts_what_ranks_compute(prompts: int, samples: int, dp: int, pp: int, budget: int) -> None:
-    strategy = Strategy(dp=dp, pp=pp, micro_batch_tokens=budget)
+def test_planner_counts_what_ranks_compute(
+    prompts: int, samples: int, dp: int, cp: int, pp: int, budget: int
+) -> None:
+    strategy = Strategy(dp=dp, cp=cp, pp=pp, micro_batch_tokens=budget)
     workload = Workload(prompts * samples, (PROMPT,), (ANSWER,), ANSWER, samples=samples)
     load, chunks = find_load(workload.work(TRAIN), strategy), split_work(workload.work(TRAIN), strategy)
     assert (load.tokens, load.squares) == count_on_ranks(prompts, samples, strategy)
@@ -95,9 +104,6 @@ def test_which_calls_share_prompts() -> None:
     pair = Call("reward.train", "reward", Kind.TRAIN, ("chosen", "rejected"), work=("chosen", "rejected"))
     load = find_load(Workload(4, (PROMPT,), (ANSWER,), ANSWER).work(pair), Strategy(micro_batch_tokens=1000))
     assert load.tokens == 8 * (PROMPT + ANSWER) - 4 * PROMPT
-    # CP ranks compute every prompt as often as it occurs.
-    whole = find_load(workload.work(TRAIN), Strategy(cp=2, micro_batch_tokens=1000))
-    assert whole.tokens == 32 * (PROMPT + ANSWER)
 
 
 def test_short_prompts_are_not_shared() -> None:
