@@ -30,6 +30,7 @@ from realrl.model import group as collectives
 from realrl.model.arithmetic.ops import Products
 from realrl.model.group import Group
 from realrl.plan.placement import Placement
+from realrl.plan.pool import Share
 from realrl.program.memory import StoredModel
 from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.optimizer import OptimizerConfig
@@ -91,6 +92,12 @@ def nobody_else() -> Iterator[Messages]:
         patch.setattr("realrl.engine.training.trainer.broadcast_metrics", lambda metrics, *_: metrics)
         # Tokens on a fake device have no values, so they would all seem equal.
         patch.setattr("realrl.engine.model.can_share_prompts", lambda *_: False)
+        # A rank that is alone has only its own outputs, so it divides every micro-batch with its peers.
+        patch.setattr(
+            "realrl.engine.micro_batches.divide_pool",
+            lambda tokens, costs, ranks, most: [Share(range(ranks), [*range(len(tokens))])],
+        )
+        patch.setattr("realrl.engine.model.gather_outputs", lambda found, *_: found)
         yield found
 
 

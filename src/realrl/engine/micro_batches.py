@@ -16,7 +16,7 @@ from realrl.plan.pool import divide_pool
 class MicroBatch:
     """Some items of a batch."""
 
-    items: Sequence[int]
+    items: list[int]
     """Positions of the items in the batch, ascending."""
     ranks: range
     """Indices of the context-parallel ranks that divide their tokens."""

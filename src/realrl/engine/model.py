@@ -5,10 +5,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import repeat
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from realrl.algorithms.base.method import InferenceMethod, Metrics, ModelOutput
@@ -17,6 +15,7 @@ from realrl.dataflow.call import Candidates, Replay, can_share_prompts
 from realrl.engine.buffers import LocalSet, Parameters
 from realrl.engine.dtypes import find_set_dtype
 from realrl.engine.host_items import HostItems, list_experts
+from realrl.engine.messages import Outputs, gather_outputs
 from realrl.engine.micro_batches import MicroBatch, split_items
 from realrl.engine.parallel_groups import ParallelGroups
 from realrl.engine.pass_counts import PassCounts
@@ -29,7 +28,6 @@ from realrl.layout.layout import Layout, build_layout
 from realrl.layout.sets import BASE, WHOLE, TrainablePart, build_parameter_sets
 from realrl.layout.shard import Shard
 from realrl.model.arithmetic.ops import PLAIN, Products
-from realrl.model.group import Group
 from realrl.model.packing import Packing
 from realrl.model.routing import LIKELIEST, Routing
 from realrl.model.transformer import Transformer
@@ -283,7 +281,7 @@ class Model:
         Other stages return the batch unchanged and no metrics. Data-parallel ranks without items only join the
         collectives.
         """
-        found: list[tuple[Sequence[int], dict[str, Ragged]]] = []
+        found: list[Outputs] = []
         items = HostItems.of(method.sequences(batch), batch, replays)
         batch = batch.without(list_experts(replays))
         parts = self.select_own(self.split_items(items, max_tokens, candidates))
@@ -305,7 +303,8 @@ class Model:
         self.pipeline.wait_sends()
         if not self.shard.last:
             return batch, Metrics()
-        batch = batch.with_fields(**join_outputs(found, self.groups.context))
+        found = gather_outputs(found, self.groups.context, self.device)
+        batch = batch.with_fields(**_join_outputs(found))
         metrics = method.metrics(batch) if len(batch) else Metrics()
         reduce_metrics(metrics, self.groups.data, self.device, idle=not len(batch))
         return batch, metrics
@@ -361,16 +360,10 @@ def make_unsharded_model(
     )
 
 
-def join_outputs(found: Sequence[tuple[Sequence[int], dict[str, Ragged]]], group: Group) -> dict[str, Ragged]:
-    """Join the outputs of the micro-batches of all ranks of a group, in the order of items. `found`: positions of
-    the items of a micro-batch, and its outputs in host memory."""
-    parts = [*found]
-    if group.handle is not None:
-        everywhere: list[Any] = [None] * group.size
-        dist.all_gather_object(everywhere, parts, group=group.handle)
-        parts = [part for of_rank in everywhere for part in of_rank]
+def _join_outputs(found: Sequence[Outputs]) -> dict[str, Ragged]:
+    """Join the outputs of micro-batches, in the order of items."""
     rows: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
-    for positions, outputs in parts:
+    for positions, outputs in found:
         for key, field in outputs.items():
             rows[key].update(zip(positions, field.rows(), strict=True))
     return {key: Ragged.of([of[position] for position in sorted(of)]) for key, of in rows.items()}

@@ -4,9 +4,9 @@ import json
 from zlib import crc32
 
 import torch
-import torch.distributed as dist
 
 from realrl.algorithms.base.method import Metrics
+from realrl.engine.messages import broadcast_bytes
 from realrl.model.group import Group
 
 _MOST = 1 << 14
@@ -50,15 +50,8 @@ def broadcast_metrics(metrics: Metrics, group: Group, source: int, device: torch
     """Return the metrics of the rank with the index `source` in a group, with their names."""
     if group.size == 1:
         return metrics
-    knows = group.index == source
-    text = json.dumps(metrics.to_plain()).encode() if knows else b""
-    size = torch.tensor([len(text)], device=device)
-    dist.broadcast(size, group.ranks[source], group=group.handle)
-    message = torch.empty(int(size), dtype=torch.uint8, device=device)
-    if knows:
-        message = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-    dist.broadcast(message, group.ranks[source], group=group.handle)
-    return Metrics.from_plain(json.loads(message.cpu().numpy().tobytes()))
+    text = json.dumps(metrics.to_plain()) if group.index == source else ""
+    return Metrics.from_plain(json.loads(broadcast_bytes(text.encode(), group, source, device)))
 
 
 def _agree_on_names(metrics: Metrics, group: Group, device: torch.device, *, idle: bool) -> tuple[int, int]:
