@@ -10,6 +10,7 @@ from realrl.layout import limits
 from realrl.model import attention
 from realrl.model.attention import attend_to_spans, varlen_attention
 from realrl.model.attention_rule import CAUSAL, AttentionRule
+from realrl.model.group import Group
 from realrl.model.packing import Packing, TokenShare
 
 Attend = Callable[..., torch.Tensor]
@@ -32,7 +33,7 @@ def attend_by_spans(
     """Attend from two of four pieces, as a context-parallel rank does, and from the other two."""
     outputs = torch.empty(0)
     for index in range(2):
-        share = TokenShare(packing.lengths, "cpu", index, 2)
+        share = TokenShare(packing.lengths, "cpu", Group((0, 1), index))
         padded = torch.nn.functional.pad(qkv, (0, 0, 0, sum(share.padded_lengths) - len(qkv)))
         q, kv = padded.split((heads * 16, 2 * kv_heads * 16), 1)
         if not len(outputs):
