@@ -12,8 +12,9 @@ from realrl.engine.generation.sampling_noise import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.training.trainer import Trainer, TrainOptions
 from realrl.families.shape import ModelShape
+from realrl.families.sizes import count_matrix_weights
 from realrl.huggingface.initial_weights import initialise
-from realrl.planner.workload.flops import count_head_weights, count_layer_weights
+from realrl.planner.workload.flops import count_head_weights
 from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.optimizer import OptimizerConfig
 
@@ -32,7 +33,7 @@ def make_model(device: Device, shape: ModelShape) -> Model:
 
 def count_multiplied(shape: ModelShape) -> int:
     """Count the parameters of all matrices that multiply activations, the head's included."""
-    return shape.layers * count_layer_weights(shape) + count_head_weights(shape, "lm")
+    return count_matrix_weights(shape) + count_head_weights(shape, "lm")
 
 
 def count_training_tokens(layers: int | None) -> int:

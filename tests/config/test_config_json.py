@@ -152,10 +152,10 @@ def refusal(config: dict) -> str:
 
 
 def test_a_model_of_another_family_is_refused_with_the_nearest_one_and_what_it_lacks() -> None:
-    config = AutoConfig.for_model("glm4_moe").to_dict()
-    check_refused(config, "model_type 'glm4_moe' is not supported; supported are: gemma, ")
+    config = AutoConfig.for_model("granitemoe").to_dict()
+    check_refused(config, "model_type 'granitemoe' is not supported; supported are: gemma, ")
     check_refused(
-        config, "the nearest is glm4, which has no moe_intermediate_size=1408; to use a family of your own"
+        config, "the nearest is granite, which has no num_local_experts=8; to use a family of your own"
     )
     check_refused({"model_type": "bert"}, "starcoder2; to use a family of your own")
     assert "the nearest" not in refusal({"model_type": "bert", "hidden_size": 64})

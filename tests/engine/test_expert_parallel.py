@@ -19,7 +19,7 @@ MODELS: dict[str, tuple[ModelShape, Head]] = {
             family="llama4_text", vocab_size=61, hidden_size=24, intermediate_size=14, layers=3, heads=4,
             kv_heads=2, head_dim=6, init_std=0.2,
             mixture=Mixture(
-                experts=8, per_token=1, scores="sigmoid", normalised=False, weighed="inputs", shared=True
+                experts=8, per_token=1, scores="sigmoid", normalised=False, weighed="inputs", shared=1
             ),
         ),
         "lm",
@@ -30,6 +30,18 @@ MODELS: dict[str, tuple[ModelShape, Head]] = {
             kv_heads=2, head_dim=6, init_std=0.2, mixture=Mixture(experts=8, per_token=2),
         ),
         "scalar",
+    ),
+    # With two pipeline stages, the first one has no experts.
+    "glm4_moe, dense layers": (
+        ModelShape(
+            family="glm4_moe", vocab_size=61, hidden_size=24, intermediate_size=10, layers=4, heads=4,
+            kv_heads=2, head_dim=6, init_std=0.2, dense_layers=(0, 1), dense_size=17,
+            mixture=Mixture(
+                experts=8, per_token=3, scores="sigmoid", correction=True, groups=4, groups_per_token=2,
+                scale=1.5, shared=1,
+            ),
+        ),
+        "lm",
     ),
 }  # fmt: skip
 

@@ -93,7 +93,8 @@ def in_transformers(
         for name, values in weights.items():
             find_theirs(state, name).copy_(values)
     assert shape.mixture is not None
-    losses, counts = [], torch.zeros(shape.layers, shape.mixture.experts)
+    losses = []
+    counts = torch.zeros(shape.layers - len(shape.dense_layers), shape.mixture.experts)
     batch, method = work(shape, head)
     for row in method.sequences(batch).rows():
         for layer, logits in enumerate(theirs.model(row[None], output_router_logits=True).router_logits):
@@ -111,7 +112,7 @@ def in_transformers(
 
 
 @pytest.mark.parametrize("head", ["lm", "scalar"])
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen3_moe-dense"])
 def test_loss_and_gradients_are_those_of_autograd_over_each_sequence(family: str, head: Head) -> None:
     shape, coefficient = SHAPES[family], 8.0
     torch.manual_seed(0)
@@ -140,7 +141,7 @@ def test_scores_that_do_not_add_up_to_one_are_balanced_as_shares_of_their_sum() 
     lengths = torch.tensor(LENGTHS)
     rows = torch.arange(len(LENGTHS)).repeat_interleave(lengths)
     balanced = BalancedRouting(LIKELIEST, counts, rows=rows, lengths=lengths, coefficient=torch.tensor(2.0))
-    scores, _ = balanced.route(0, logits.sigmoid(), 2)
+    scores, _ = balanced.route(0, logits.sigmoid(), logits.sigmoid().detach(), 2)
     scores.backward(torch.zeros_like(scores))
     found, logits.grad = logits.grad, None
     shares = logits.sigmoid() / logits.sigmoid().sum(1, keepdim=True)
@@ -151,9 +152,10 @@ def test_scores_that_do_not_add_up_to_one_are_balanced_as_shares_of_their_sum() 
 
 
 SHAPE = ModelShape(
-    family="qwen3_moe", vocab_size=61, hidden_size=24, intermediate_size=7, layers=3, heads=6, kv_heads=3,
-    head_dim=6, init_std=0.3, mixture=Mixture(experts=10, per_token=2),
+    family="qwen3_moe", vocab_size=61, hidden_size=24, intermediate_size=7, layers=4, heads=6, kv_heads=3,
+    head_dim=6, init_std=0.3, mixture=Mixture(experts=10, per_token=2), dense_layers=(0, 1), dense_size=11,
 )  # fmt: skip
+"""With two pipeline stages, the first one has no experts."""
 PARTS = {"whole": WHOLE, "last layer": TrainablePart(last_layers=1)}
 STRATEGIES = {
     1: ["1 1 1", "1 1 1 r"],

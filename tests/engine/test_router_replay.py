@@ -35,7 +35,7 @@ from tests.forked import run_forked
 from tests.model.small_models import SHAPES, make_twins
 
 CPU = torch.device("cpu")
-FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss")
+FAMILIES = ("mixtral", "qwen3_moe", "qwen3_moe-dense", "gpt_oss")
 PLACEMENTS = {
     "mixtral": [
         Placement(Mesh(0, 2), Strategy(tp=2, sequence_parallel=True)),
@@ -43,6 +43,7 @@ PLACEMENTS = {
         Placement(Mesh(0, 2), Strategy(tp=2, ep=2, micro_batch_tokens=30, recompute=True)),
     ],
     "qwen3_moe": [Placement(Mesh(0, 2), Strategy(pp=2, micro_batch_tokens=30, recompute=True))],
+    "qwen3_moe-dense": [Placement(Mesh(0, 2), Strategy(pp=2, micro_batch_tokens=30))],
     "gpt_oss": [
         Placement(Mesh(0, 2), Strategy(tp=2, micro_batch_tokens=30)),
         Placement(Mesh(0, 2), Strategy(tp=2, ep=2, micro_batch_tokens=30)),
@@ -103,7 +104,15 @@ def find_experts(theirs: PreTrainedModel, shape: ModelShape, row: Tensor) -> Ten
     """Experts that a sequence passes through in transformers, by number. [T, layers, k]"""
     assert shape.mixture is not None
     logits = theirs(row[None], output_router_logits=True).router_logits
-    return torch.stack([of.topk(shape.mixture.per_token).indices for of in logits], 1).sort(2).values
+    found = torch.full((len(row), shape.layers, shape.mixture.per_token), NONE)
+    for layer, of in zip(find_mixed(shape), logits, strict=True):
+        found[:, layer] = of.topk(shape.mixture.per_token).indices.sort(1).values
+    return found
+
+
+def find_mixed(shape: ModelShape) -> list[int]:
+    """Layers with experts."""
+    return [layer for layer in range(shape.layers) if shape.mixture_of(layer)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -155,8 +164,8 @@ def force(theirs: PreTrainedModel, shape: ModelShape, experts: Callable[[], Tens
             weights = weights / weights.sum(1, keepdim=True)
         return logits, weights, chosen
 
-    for number, layer in enumerate(theirs.model.layers):
-        router = find_router(layer)
+    for number in find_mixed(shape):
+        router = find_router(theirs.model.layers[number])
         router.forward = lambda hidden, gate=router, n=number: route(gate, n, hidden)
 
 
@@ -177,8 +186,9 @@ def reference(family: str) -> tuple[Figures, Figures]:
     found["nll"] = torch.stack(losses).detach()
     (torch.stack(losses).sum() / (len(rows.values) - len(rows))).backward()
     found["norm"] = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1e9).detach()
-    gates = [find_router(layer).weight.grad for layer in theirs.model.layers]
-    found["gates"] = torch.stack(gates)
+    found |= {
+        f"gate {number}": find_router(theirs.model.layers[number]).weight.grad for number in find_mixed(shape)
+    }
     return {tensor.name: model.parameters[tensor.name] for tensor in model.layout.specs}, found
 
 
@@ -224,12 +234,11 @@ def check_replay(model: Model, expected: Figures, where: str) -> None:
         replays=REPLAYS,
     ).result()
     assert metrics["grad_norm"] == pytest.approx(float(expected["norm"]), rel=1e-4), where
-    for layer in model.shard.layers:
+    for layer in {*model.shard.layers} & {*find_mixed(model.shape)}:
         (name,) = (n for n in gradients if f".{layer}." in n and n.endswith(("gate.weight", "router.weight")))
-        scale = float(expected["gates"].abs().max())
-        torch.testing.assert_close(
-            gradients[name], expected["gates"][layer], rtol=0, atol=1e-4 * max(1.0, scale), msg=where
-        )
+        wanted = expected[f"gate {layer}"]
+        scale = float(wanted.abs().max())
+        torch.testing.assert_close(gradients[name], wanted, rtol=0, atol=1e-4 * max(1.0, scale), msg=where)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -321,7 +330,7 @@ def test_experts_are_those_of_the_sampler_as_far_as_a_row_repeats_its_sequence()
     probabilities = torch.rand(len(run.values), model.shape.mixture.experts).softmax(1)
     likeliest = probabilities.topk(size[1]).indices
     for layer in range(size[0]):
-        weighed, chosen = routing.route(layer, probabilities, size[1])
+        weighed, chosen = routing.route(layer, probabilities, probabilities, size[1])
         assert weighed is probabilities
         for position, item in enumerate(order):
             for t in range(run.lengths[position]):

@@ -15,9 +15,10 @@ from realrl.families.config_json import shape_from_hf, shape_to_hf
 from realrl.families.registry import model_tensors
 from realrl.families.shape import RopeScaling
 from realrl.huggingface import model_files, shards
+from realrl.model.packing import Packing
 from realrl.model.rotary import make_rotation
 from realrl.runtime.prepare.inputs import check_length
-from tests.model.small_models import SHAPES, make_theirs
+from tests.model.small_models import SHAPES, make_theirs, make_twins, pack, random_rows
 
 SHAPE = SHAPES["llama4"]
 LONG = {"max_position_embeddings": 10**7}
@@ -63,11 +64,6 @@ def test_longer_sequences_are_one_message_that_says_what_bounds_them() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"moe_layers": [1]}, "moe_layers=[1] is not supported: plans need layers that are all alike"),
-        (
-            {"moe_layers": None, "interleave_moe_layer_step": 2},
-            "interleave_moe_layer_step=2 is not supported",
-        ),
         (
             {"layer_types": ["sliding_attention"] * 2},
             "must be a list of 2 words, each chunked_attention or full",
@@ -85,6 +81,17 @@ def test_a_model_that_differs_otherwise_is_refused(changes: dict[str, Any], word
 def test_the_model_that_reads_images_too_is_refused_with_the_text_model_in_it() -> None:
     with pytest.raises(UserError, match=r"'llama4' reads more than text and is not .* llama4_text, is: save"):
         shape_from_hf({"model_type": "llama4", "text_config": config_with()})
+
+
+def test_dense_layers_compute_what_transformers_computes() -> None:
+    """As in Llama 4 Maverick."""
+    shape = SHAPE.model_copy(update={"dense_layers": (0,), "dense_size": 36})
+    ours, _, theirs = make_twins(shape, "lm")
+    tokens, lengths = pack(random_rows(shape.vocab_size, [30, 9]))
+    with torch.no_grad():
+        logits = ours.compute_logits(ours(tokens, Packing.of(lengths, "cpu")))
+        expected = torch.cat([theirs(row[None]).logits[0] for row in tokens.split(lengths)])
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
 def test_an_empty_list_of_rotated_layers_is_the_usual_one() -> None:

@@ -17,7 +17,7 @@ from realrl.layout.shard import Shard
 from realrl.model.group import make_single_rank_group
 from realrl.model.packing import Packing
 from realrl.model.transformer import Transformer
-from tests.model.small_models import RENAMED, SHAPES, make_theirs, pack, random_rows, read_whole
+from tests.model.small_models import SHAPES, find_theirs, make_theirs, pack, random_rows, read_whole
 
 CASES = {
     "all": ("plain", LowRank(rank=3, alpha=6.0)),
@@ -31,6 +31,8 @@ CASES = {
     "fused by heads": ("gpt_neox", LowRank(rank=4)),
     "transposed": ("gpt2", LowRank(rank=4)),
     "interleaved": ("glm4", LowRank(rank=4, dora=True)),
+    "dense layers of a mixture": ("qwen3_moe-dense", LowRank(rank=4, targets=("k_proj", "v_proj"))),
+    "shared experts": ("glm4_moe", LowRank(rank=4, targets=("q_proj", "o_proj"))),
 }
 
 
@@ -46,7 +48,7 @@ def make_pair(name: str, lora: LowRank) -> tuple[Transformer, tuple[TensorSpec, 
         for tensor in tensors:
             buffer[tensor.name].normal_(std=0.2)
         for key, values in join_tensors(tensors, buffer).items():
-            state[RENAMED.get(key, key)].copy_(values)
+            find_theirs(state, key).copy_(values)
     return Transformer(Shard(shape, "lm"), buffer.fused, make_single_rank_group()), tensors, theirs.eval()
 
 
@@ -65,7 +67,7 @@ def make_settings(tensors: Iterable[TensorSpec], lora: LowRank) -> LoraConfig:
 def name_as_in_files(theirs: PeftModel) -> dict[str, Tensor]:
     """Parameters by the names that files have for them, but for those of `RENAMED`."""
     found = {}
-    for name, values in theirs.named_parameters(remove_duplicate=False):
+    for name, values in (*theirs.named_parameters(remove_duplicate=False), *theirs.named_buffers()):
         name = name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".default", "")
         name = name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
         found[name] = values

@@ -93,6 +93,23 @@ def test_adapters_are_opened_by_peft_and_merged_by_us(case: str, tmp_path: Path)
     check_regions(tmp_path / "ours", again, buffer)
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe-dense", "glm4_moe"])
+def test_adapters_of_dense_layers_and_shared_experts_are_merged(name: str, tmp_path: Path) -> None:
+    """PEFT takes their names for those of experts, so it does not open them."""
+    lora = LowRank(rank=4, targets=("k_proj", "gate_proj", "down_proj"))
+    base = make_base(tmp_path, name)
+    buffer = make_adapters(tmp_path / "ours", base, name, lora)
+    (row,) = random_rows(50, [20])
+    expected = compute_logits(SHAPES[name].model_copy(update={"lora": lora}), buffer, row)
+    merged = load(tmp_path / "ours", SHAPES[name])
+    torch.testing.assert_close(compute_logits(SHAPES[name], merged, row), expected, atol=1e-4, rtol=1e-4)
+    blocks = [spec for spec in model_tensors(SHAPES[name], "lm") if spec.parameter in ("gate_up", "down")]
+    plain = load(base, SHAPES[name])
+    changed = [not torch.equal(merged[spec.name], plain[spec.name]) for spec in blocks]
+    assert changed == ["up_proj" not in spec.name for spec in blocks]
+    check_regions(tmp_path / "ours", SHAPES[name], merged)
+
+
 def check_regions(path: Path, shape: ModelShape, whole: FlatBuffer) -> None:
     """What tensor-parallel ranks read of a model alone is what they have of the whole one."""
     layout = build_layout(

@@ -137,6 +137,19 @@ SHAPES = {
         head_dim=12, norm_eps=1e-6, mixture=Mixture(experts=7, per_token=3, normalised=False),
         tied_embeddings=True,
     ),
+    "qwen3_moe-dense": ModelShape(
+        family="qwen3_moe", vocab_size=85, hidden_size=40, intermediate_size=20, layers=3, heads=6, kv_heads=3,
+        head_dim=12, norm_eps=1e-6, mixture=Mixture(experts=7, per_token=3), dense_layers=(0, 2), dense_size=36,
+    ),
+    "glm4_moe": ModelShape(
+        family="glm4_moe", vocab_size=85, hidden_size=40, intermediate_size=20, layers=3, heads=6, kv_heads=3,
+        head_dim=12, rotary_dim=6, rope_theta=500.0, dense_layers=(0,), dense_size=44,
+        mixture=Mixture(
+            experts=8, per_token=3, scores="sigmoid", correction=True, groups=4, groups_per_token=2, scale=1.7,
+            shared=2,
+        ),
+        layer=LayerOptions(qkv_bias=True, qk_norm="heads"),
+    ),
     "llama4": ModelShape(
         family="llama4_text", vocab_size=85, hidden_size=40, intermediate_size=28, layers=2, heads=6, kv_heads=3,
         head_dim=12, rope_theta=500.0, unrotated_layers=(1,),

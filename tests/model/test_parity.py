@@ -45,7 +45,7 @@ def test_logits_of_batches_of_equal_lengths_equal_those_of_transformers(
 def test_scalar_head_at_the_last_token_is_the_score_of_the_sequence_classifier(
     shape: ModelShape, twins: Callable
 ) -> None:
-    if shape.family in ("granite", "llama4_text"):
+    if shape.family in ("granite", "llama4_text", "glm4_moe"):
         pytest.skip("transformers has no such class")
     ours, _, theirs = twins(shape, "scalar")
     rows = random_rows(shape.vocab_size, LENGTHS)
@@ -77,6 +77,9 @@ def test_gradients_equal_those_of_transformers(shape: ModelShape, twins: Callabl
     specs = {spec.name: spec for spec in model_tensors(shape, "lm")}
     for name, parameter in ours.named_parameters():
         parts = [specs[source] for source in ours.sources[name]]
+        if parts[0].parameter == "router_correction":  # transformers has a buffer, which no gradient changes
+            assert torch.equal(parameter.grad, torch.zeros_like(parameter))
+            continue
         wanted = torch.cat([read_whole(find_theirs(reference, p.file_name), p) for p in parts])
         scale = wanted.abs().max().item()
         torch.testing.assert_close(parameter.grad, wanted, atol=1e-4 * scale, rtol=1e-4, msg=name)

@@ -198,14 +198,33 @@ def _cost_candidate(
 
 def _weights(rng: random.Random, parameters: float, part: TrainablePart) -> tuple[ParameterBytes, ...]:
     """A model of one parameter set, or of two, of which the second one has the last layers."""
-    sizes = {"layers": 8, "layer": 0.25 * parameters, "tied": rng.random() < 0.3, "experts": 0.1 * parameters}
+    layer, experts, tied = 0.25 * parameters, 0.1 * parameters, rng.random() < 0.3
     embedding, end = 0.3 * parameters, 0.1 * parameters
+
+    def make(held: range, embedding: float, end: float) -> ParameterBytes:
+        return ParameterBytes(
+            layers=tuple(layer * (n in held) for n in range(8)),
+            embedding=embedding,
+            end=end,
+            tied=tied,
+            experts=tuple(experts * (n in held) for n in range(8)),
+        )
+
     if part == WHOLE:
-        return (ParameterBytes(**sizes, embedding=embedding, end=end),)
+        return (make(range(8), embedding, end),)
     first = 8 - (part.last_layers or 0)
-    return (
-        ParameterBytes(**sizes, embedding=embedding, end=0.0, held=tuple(range(first))),
-        ParameterBytes(**sizes, embedding=0.0, end=end, held=tuple(range(first, 8))),
+    return make(range(first), embedding, 0.0), make(range(first, 8), 0.0, end)
+
+
+def halve(weights: ParameterBytes) -> ParameterBytes:
+    """The same parameters in a type of half the width."""
+    experts = weights.experts
+    return replace(
+        weights,
+        layers=tuple(layer / 2 for layer in weights.layers),
+        experts=None if experts is None else tuple(layer / 2 for layer in experts),
+        embedding=weights.embedding / 2,
+        end=weights.end / 2,
     )
 
 
@@ -233,13 +252,7 @@ def _moving(
 
 
 def _halve(weights: dict[str, tuple[ParameterBytes, ...]]) -> dict[str, tuple[ParameterBytes, ...]]:
-    return {
-        what: tuple(
-            replace(w, layer=w.layer / 2, experts=w.experts / 2, embedding=w.embedding / 2, end=w.end / 2)
-            for w in sets
-        )
-        for what, sets in weights.items()
-    }
+    return {what: tuple(map(halve, sets)) for what, sets in weights.items()}
 
 
 def _share(

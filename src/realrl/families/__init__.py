@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from realrl.families.family import Family as Family
     from realrl.families.settings import ConfigReader as ConfigReader
     from realrl.families.settings import read_activation as read_activation
+    from realrl.families.settings import read_dense_layers as read_dense_layers
     from realrl.families.settings import read_layer as read_layer
     from realrl.families.settings import read_mixture as read_mixture
     from realrl.families.settings import read_rope as read_rope

@@ -5,8 +5,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from realrl.families.shape import Head, LayerOptions, ModelShape
-from realrl.families.tensors import Init, Parameter, Partial, Partition, Place, StoredRows, TensorSpec, Units
+from realrl.families.shape import Head, LayerOptions, Mixture, ModelShape
+from realrl.families.tensors import (
+    EXACT_PARTS,
+    Init,
+    Parameter,
+    Partial,
+    Partition,
+    Place,
+    Stored,
+    StoredRows,
+    TensorSpec,
+    Units,
+)
 
 _NormName = Literal["attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "norm"]
 _ExpertMatrix = Literal["experts_gate_up", "experts_down"]
@@ -48,7 +59,12 @@ class Names:
     gate_up: str | None = None
     """Tensor that holds gate and then up; None if they are in two tensors."""
     down: str = "mlp.down_proj"
+    shared_gate: str = "mlp.shared_experts.gate_proj"
+    shared_up: str = "mlp.shared_experts.up_proj"
+    shared_down: str = "mlp.shared_experts.down_proj"
     router: str = "mlp.gate"
+    correction: str = "mlp.gate.e_score_correction_bias"
+    """Whole name of the numbers that are added to scores to choose experts."""
     expert: str = "mlp.experts"
     """Name before an expert's number; the names of its matrices come after the number."""
     expert_gate: str = "gate_proj"
@@ -161,17 +177,23 @@ class _Table:
                 partition=Partition(Units.HEADS),
                 decay=False,
             )
-        yield from self._out(f"{root}.{names.out}", "out", "out_bias", Units.QUERY_HEADS, layer)
+        queries = self.shape.heads * self.shape.head_dim
+        yield from self._out(f"{root}.{names.out}", "out", queries, "out_bias", Units.QUERY_HEADS, layer)
         if after:
             yield from self._norm(f"{root}.{names.attention_post_norm}", "attention_post_norm", layer)
         if before:
             yield from self._norm(f"{root}.{names.mlp_norm}", "mlp_norm", layer)
-        mixture = self.shape.mixture
-        if mixture is not None:
-            yield from self._experts(root, layer, mixture.experts)
-        if mixture is None or mixture.shared:
-            yield from self._gate_up(root, layer)
-            yield from self._out(f"{root}.{names.down}", "down", "down_bias", Units.FEED_FORWARD, layer)
+        mixture = self.shape.mixture_of(layer)
+        if mixture is None:
+            width = self.shape.dense_size or self.shape.intermediate_size
+            yield from self._block(root, layer, width, names.gate, names.up, names.down)
+        else:
+            yield from self._experts(root, layer, mixture)
+            if mixture.shared:
+                width = mixture.shared * self.shape.intermediate_size
+                yield from self._block(
+                    root, layer, width, names.shared_gate, names.shared_up, names.shared_down
+                )
         if after:
             yield from self._norm(f"{root}.{names.mlp_post_norm}", "mlp_post_norm", layer)
 
@@ -207,9 +229,12 @@ class _Table:
             yield self._qk_norm(q, "q_norm", shape.heads, Units.QUERY_HEADS, layer)
             yield self._qk_norm(k, "k_norm", shape.kv_heads, Units.KV_HEADS, layer)
 
-    def _gate_up(self, root: str, layer: int) -> Iterator[TensorSpec]:
-        names, ffn_dim = self.names, self.shape.intermediate_size
-        own = [names.gate, names.up] if self.options.gated else [names.up]
+    def _block(
+        self, root: str, layer: int, ffn_dim: int, gate: str, up: str, down: str
+    ) -> Iterator[TensorSpec]:
+        """Describe a feed-forward block that all tokens pass through."""
+        names = self.names
+        own = [gate, up] if self.options.gated else [up]
         parts = []
         for number, name in enumerate(own):
             fused = names.gate_up if self.options.gated else None
@@ -225,15 +250,16 @@ class _Table:
         yield from self._columns(parts, "gate_up", layer)
         if self.options.mlp_bias:
             yield from self._columns(parts, "gate_up_bias", layer, bias=True)
+        yield from self._out(f"{root}.{down}", "down", ffn_dim, "down_bias", Units.FEED_FORWARD, layer)
 
-    def _experts(self, root: str, layer: int, experts: int) -> Iterator[TensorSpec]:
+    def _experts(self, root: str, layer: int, mixture: Mixture) -> Iterator[TensorSpec]:
         """Describe a router and its experts.
 
         Tensor-parallel ranks hold a part of the units of each expert. Each rank applies the whole router to all
         tokens, but the router's output only weighs the rank's part of the experts. So each rank has only a part of
         the router's gradient.
         """
-        names = self.names
+        names, experts = self.names, mixture.experts
         router = TensorSpec(
             name=f"{root}.{names.router}.weight",
             shape=(experts, self.shape.hidden_size),
@@ -242,6 +268,22 @@ class _Table:
             partial_gradient=Partial.TENSOR_PARALLEL,
         )
         yield router
+        if mixture.correction:
+            yield TensorSpec(
+                name=f"{root}.{names.correction}",
+                shape=(experts, EXACT_PARTS),
+                parameter="router_correction",
+                place=layer,
+                init=Init.ZEROS,
+                decay=False,
+                stored=Stored(
+                    name=f"{root}.{names.correction}",
+                    shape=(experts,),
+                    block=experts,
+                    period=experts,
+                    exact=True,
+                ),
+            )
         biased = self.options.mlp_bias
         if biased:
             yield replace(
@@ -324,12 +366,16 @@ class _Table:
             yield stored.describe(spec, ending, transposed=self.names.transposed and not bias)
 
     def _out(
-        self, name: str, parameter: Literal["out", "down"], bias: Parameter, units: Units, layer: int
+        self,
+        name: str,
+        parameter: Literal["out", "down"],
+        inputs: int,
+        bias: Parameter,
+        units: Units,
+        layer: int,
     ) -> Iterator[TensorSpec]:
         """Describe a row-parallel matrix, which writes to the residual stream, and its bias if it has one."""
-        shape, options = self.shape, self.options
-        hidden = shape.hidden_size
-        inputs = shape.heads * shape.head_dim if parameter == "out" else shape.intermediate_size
+        hidden, options = self.shape.hidden_size, self.options
         spec = TensorSpec(
             name=f"{name}.weight",
             shape=(hidden, inputs),

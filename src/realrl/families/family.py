@@ -34,6 +34,9 @@ class Family:
     """List all tensors of a model in storage order, named as in Hugging Face files."""
     mixture: bool = False
     """Whether feed-forward blocks are mixtures of experts; if so, every shape has a `mixture`."""
+    further_layers: bool = False
+    """Whether files may have further layers after the last one, which predict tokens further ahead. They are not
+    read."""
     position_bounds: str = ""
     """For error messages: the settings that limit sequences to less than the declared length, if the family has
     any."""
@@ -62,8 +65,8 @@ _LAYERS = 16
 
 
 def check_family(family: Family) -> None:
-    """Check that a family's tensors make a transformer, and that all layers are alike, as the planner assumes.
-    Raises DescriptionError if not."""
+    """Check that a family's tensors make a transformer, and that all layers of one kind are alike, as the planner
+    assumes. Raises DescriptionError if not."""
     sample = ModelShape(
         vocab_size=16,
         hidden_size=8,

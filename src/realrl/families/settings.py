@@ -436,9 +436,17 @@ _NAMES = "num_local_experts", "num_experts"
 """Names of the number of experts; transformers 5 writes the first for all families and reads both."""
 
 
-def read_mixture(config: ConfigReader, *, experts: int, per_token: int, normalised: bool) -> Mixture:
-    """Read the numbers of experts. `experts` and `per_token` are the defaults of the family."""
-    counts = {name: config.size(name, most=MOST_EXPERTS) for name in _NAMES if config.has(name)}
+def read_mixture(
+    config: ConfigReader,
+    *,
+    experts: int,
+    per_token: int,
+    normalised: bool,
+    names: tuple[str, ...] = _NAMES,
+) -> Mixture:
+    """Read the numbers of experts. `experts` and `per_token` are the defaults of the family, and `names` the
+    settings that may hold the number of experts."""
+    counts = {name: config.size(name, most=MOST_EXPERTS) for name in names if config.has(name)}
     if len({*counts.values()}) > 1:
         raise config.fail(" and ".join(f"{name}={count}" for name, count in counts.items()) + " differ")
     found = next(iter(counts.values()), experts)
@@ -448,10 +456,19 @@ def read_mixture(config: ConfigReader, *, experts: int, per_token: int, normalis
     return Mixture(experts=found, per_token=chosen, normalised=normalised)
 
 
-def write_mixture(shape: ModelShape) -> dict[str, Any]:
+def write_mixture(shape: ModelShape, names: tuple[str, ...] = _NAMES) -> dict[str, Any]:
     mixture = shape.mixture
     assert mixture is not None, "`check_writing` refuses such shapes"
-    return {**dict.fromkeys(_NAMES, mixture.experts), "num_experts_per_tok": mixture.per_token}
+    return {**dict.fromkeys(names, mixture.experts), "num_experts_per_tok": mixture.per_token}
+
+
+def read_dense_layers(config: ConfigReader, layers: int, dense: Iterable[int], width: int) -> dict[str, Any]:
+    """Make the fields of the layers of a mixture that have no experts. `dense` may contain them in any order, and
+    other numbers; `width` is that of their blocks. Raises UserError if no layer has experts."""
+    found = tuple(sorted({*dense} & {*range(layers)}))
+    if len(found) == layers:
+        raise config.fail(f"none of the {layers} layers has experts; a mixture needs at least one that does")
+    return {"dense_layers": found, "dense_size": width} if found else {}
 
 
 def read_unrotated(config: ConfigReader, layers: int) -> tuple[int, ...]:

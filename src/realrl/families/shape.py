@@ -1,6 +1,7 @@
 """The shape of a decoder model: its sizes, and what its layers compute. This module does not import torch."""
 
 from collections.abc import Mapping
+from functools import lru_cache
 from math import inf
 from typing import Annotated, Literal, NamedTuple, Self
 
@@ -107,17 +108,40 @@ class Mixture(Settings):
     scores: Literal["softmax", "sigmoid"] = "softmax"
     """How router outputs become scores: probabilities that add up to 1 (`softmax`), or independent numbers between
     0 and 1 (`sigmoid`)."""
+    correction: bool = False
+    """Whether each expert has a stored number that is added to its score when experts are chosen, but not when they
+    are weighed (GLM-4.5). Training does not change these numbers."""
+    groups: Experts = 1
+    """Number of groups of neighbouring experts. All experts of a token belong to `groups_per_token` groups: those
+    whose two highest scores have the largest sums."""
+    groups_per_token: Experts = 1
+    """Number of groups that a token's experts may belong to."""
     normalised: bool = True
     """Whether the weights of a token's experts are their scores divided by the sum of these scores."""
+    scale: PositiveFloat = 1.0
+    """Factor of the weights of experts."""
     weighed: Literal["outputs", "inputs"] = "outputs"
     """Whether weights multiply the outputs of experts or their inputs (Llama 4)."""
-    shared: bool = False
-    """Whether all tokens also pass through one shared block, as wide as an expert."""
+    shared: Annotated[int, Field(ge=0, le=MOST_EXPERTS)] = 0
+    """Number of shared experts, which all tokens pass through. They are one block, `shared` times as wide as an
+    expert."""
 
     @model_validator(mode="after")
     def _enough(self) -> Self:
         if self.per_token > self.experts:
             raise ValueError(f"per_token={self.per_token} is more than the {self.experts} experts of a layer")
+        size, rest = divmod(self.experts, self.groups)
+        if rest or (self.groups > 1 and size < 2):
+            raise ValueError(
+                f"groups={self.groups} must divide experts={self.experts} into groups of 2 or more"
+            )
+        if self.groups_per_token > self.groups:
+            raise ValueError(f"groups_per_token={self.groups_per_token} is more than groups={self.groups}")
+        if self.per_token > self.groups_per_token * size:
+            raise ValueError(
+                f"per_token={self.per_token} is more than the experts of groups_per_token={self.groups_per_token}"
+                f" groups of {size}"
+            )
         return self
 
 
@@ -243,6 +267,10 @@ class ModelShape(Settings):
     """Standard deviation of a freshly initialised weight."""
     mixture: Mixture | None = None
     """Experts of each layer and their router; null for one feed-forward block per layer."""
+    dense_layers: tuple[Index, ...] = Field(default=(), strict=False)
+    """Layers of a mixture that have one feed-forward block in place of experts."""
+    dense_size: Size | None = None
+    """Width inside the feed-forward block of these layers."""
     layer: LayerOptions | None = None
     """Options of layers; null for the usual options of the family."""
     lora: LowRank | None = Field(default=None, json_schema_extra=DERIVED)
@@ -261,11 +289,13 @@ class ModelShape(Settings):
         return self.model_copy(update={"rope_scaling": scaling.model_copy(update={"long": long})})
 
     def with_layers(self, layers: int) -> "ModelShape":
-        """Copy the shape with another number of layers. About the same share of the layers has a window.
+        """Copy the shape with another number of layers, which must all have the same kind of feed-forward block.
+        About the same share of the layers has a window.
 
         If only some layers have a window, and the copy has more than two layers, the copy also has layers of both
         kinds. Its second layer then has a window, and its third layer has none.
         """
+        assert not self.dense_layers, "`split_kinds` makes shapes with one kind of layer"
         share = len(self.windowed_layers) / self.layers
         count = round(share * layers)
         if 0 < share < 1 and layers > 2:
@@ -274,10 +304,14 @@ class ModelShape(Settings):
         order = sorted(range(layers), key=lambda layer: (layer == 2, layer != 1))
         return self.model_copy(update={"layers": layers, "windowed_layers": tuple(sorted(order[:count]))})
 
-    def layer_kind(self, layer: int) -> tuple[bool, bool]:
-        """Return whether a layer has a window, and whether it rotates heads. Layers that agree in both compute the
-        same."""
+    def attention_kind(self, layer: int) -> tuple[bool, bool]:
+        """Return whether a layer has a window, and whether it rotates heads. Layers that agree in both rotate heads
+        in the same way."""
         return layer in self.windowed_layers, layer not in self.unrotated_layers
+
+    def mixture_of(self, layer: int) -> Mixture | None:
+        """Return the experts of a layer; None if it has one feed-forward block."""
+        return None if layer in self.dense_layers else self.mixture
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -288,12 +322,18 @@ class ModelShape(Settings):
         rotated = self.rotary_dim or self.head_dim
         if rotated % 2 or rotated > self.head_dim:
             raise ValueError(f"rotary_dim={rotated} must be even, and at most head_dim={self.head_dim}")
-        for name in ("unrotated_layers", "windowed_layers"):
+        for name in ("unrotated_layers", "windowed_layers", "dense_layers"):
             numbers = getattr(self, name)
             if list(numbers) != sorted({*numbers}) or any(n >= self.layers for n in numbers):
                 raise ValueError(f"{name} must list layers below layers={self.layers}, in ascending order")
         if self.windowed_layers and self.window is None:
             raise ValueError("windowed_layers needs a window")
+        if self.dense_layers and self.mixture is None:
+            raise ValueError("dense_layers needs a mixture; without one, all layers are dense")
+        if bool(self.dense_layers) != (self.dense_size is not None):
+            raise ValueError("dense_layers and dense_size need each other")
+        if len(self.dense_layers) == self.layers:
+            raise ValueError("dense_layers lists all layers; at least one layer of a mixture needs experts")
         scaling = self.rope_scaling
         if scaling is not None and scaling.kind == "longrope":
             for name in ("short_factor", "long_factor"):
@@ -302,3 +342,27 @@ class ModelShape(Settings):
                         f"rope_scaling.{name} must have {rotated // 2} numbers, one per frequency"
                     )
         return self
+
+
+class LayerKind(NamedTuple):
+    """Layers of a model with the same kind of feed-forward block."""
+
+    shape: ModelShape
+    """The shape of a model that has only such layers, and as many as the whole model."""
+    layers: tuple[int, ...]
+    """Numbers of these layers in the whole model, ascending."""
+
+
+@lru_cache(maxsize=256)
+def split_kinds(shape: ModelShape) -> tuple[LayerKind, ...]:
+    """Divide the layers of a model by their feed-forward blocks: layers with experts, and dense layers if it has
+    any. The layers of all other models are of one kind."""
+    if not shape.dense_layers:
+        return (LayerKind(shape, tuple(range(shape.layers))),)
+    alike = {"dense_layers": (), "dense_size": None}
+    dense = {**alike, "mixture": None, "intermediate_size": shape.dense_size}
+    others = tuple(layer for layer in range(shape.layers) if layer not in shape.dense_layers)
+    return (
+        LayerKind(shape.model_copy(update=alike), others),
+        LayerKind(shape.model_copy(update=dense), shape.dense_layers),
+    )

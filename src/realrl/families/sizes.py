@@ -12,7 +12,7 @@ from realrl.config.explain import nearest
 from realrl.config.paths import local_path
 from realrl.families.config_json import read_config, shape_from_hf
 from realrl.families.registry import find_layer_options
-from realrl.families.shape import ModelShape
+from realrl.families.shape import ModelShape, split_kinds
 
 _NAMED = 12
 """Maximum number of names in an error message."""
@@ -84,10 +84,12 @@ def _find_numbers(name: str) -> list[str]:
 
 
 def count_layer_weights(shape: ModelShape) -> int:
-    """Count the parameters of a layer's matrices that a token is multiplied by.
+    """Count the parameters of a layer's matrices that a token is multiplied by. All layers of the model must be of
+    one kind (`split_kinds`).
 
     Only the experts that a token is sent to are counted.
     """
+    assert not shape.dense_layers, "layers of several kinds have different numbers of weights"
     rotated = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
     block = count_block_weights(shape)
     mixture = shape.mixture
@@ -98,16 +100,27 @@ def count_layer_weights(shape: ModelShape) -> int:
 
 
 def estimate_attention_cost(shape: ModelShape) -> float:
-    """Estimate the time to attend to one token, relative to the time of all products for a token in a layer.
+    """Estimate the time to attend to one token, relative to that of all products for a token in an average layer.
 
     Attention over n tokens takes n * heads * head_dim FLOPs per token, and products take 2 FLOPs per parameter, of
     which half count here for the causal mask. A GPU needs 1.4 to 2.0 times as long for a FLOP of attention
     (predicted for A100 and H100).
     """
-    return 1.6 * shape.heads * shape.head_dim / count_layer_weights(shape)
+    return 1.6 * shape.layers * shape.heads * shape.head_dim / count_matrix_weights(shape)
+
+
+def count_matrix_weights(shape: ModelShape, last: int | None = None) -> int:
+    """Count the parameters of the matrices of all layers, or of the `last` layers, that a token is multiplied
+    by."""
+    first = 0 if last is None else shape.layers - last
+    return sum(
+        count_layer_weights(kind.shape) * sum(layer >= first for layer in kind.layers)
+        for kind in split_kinds(shape)
+    )
 
 
 def count_block_weights(shape: ModelShape) -> int:
-    """Count the parameters of the matrices of a feed-forward block, or of an expert."""
+    """Count the parameters of the matrices of a feed-forward block that is `intermediate_size` wide, such as an
+    expert."""
     matrices = 3 if find_layer_options(shape).gated else 2
     return matrices * shape.hidden_size * shape.intermediate_size

@@ -27,6 +27,7 @@ Parameter = Literal[
     "down_bias",
     "router",
     "router_bias",
+    "router_correction",
     "experts_gate_up",
     "experts_gate_up_bias",
     "experts_down",
@@ -61,15 +62,20 @@ Parameter = Literal[
 parameter.
 
 `qkv` holds queries, keys and values. `gate_up` holds gate and up, or only up if the block has no gate. In a
-mixture, `router` has one row per expert; `experts_gate_up` holds gate and up of the first expert, then of the
-second, and so on. `experts_down` and the biases of experts have the same order. `positions` are learned position
-vectors. `sinks` are extra attention scores, one per query head. Norms apply to the input of a block, post norms to
-its output. `scalar_head` computes the output of a reward model or critic. The last entries are adapters of matrices
+mixture, `router` has one row per expert, and so has `router_correction`, which is added to scores to choose experts
+and is not trained; `experts_gate_up` holds gate and up of the first expert, then of the second, and so on.
+`experts_down` and the biases of experts have the same order. `positions` are learned position vectors. `sinks` are
+extra attention scores, one per query head. Norms apply to the input of a block, post norms to its output.
+`scalar_head` computes the output of a reward model or critic. The last entries are adapters of matrices
 (`families/adapters.py`) and scales of quantised matrices (`families/quantisation.py`).
 """
 
 Quantisation = Literal["int8", "fp8"]
 """One-byte number format of a frozen matrix; each row of the matrix has its own scale."""
+
+
+EXACT_PARTS = 3
+"""Number of bfloat16 numbers whose sum can be any float32 number of usual size. Each has 8 of its 24 bits."""
 
 
 class Units(StrEnum):
@@ -151,6 +157,9 @@ class Stored:
     """Whether the rows of the model tensor are columns of the file tensor."""
     number: int | None = None
     """Index of the matrix, if the file tensor is a stack of matrices."""
+    exact: bool = False
+    """Whether the file tensor has one float32 number per row of the model tensor, which the row represents as the
+    sum of `EXACT_PARTS` bfloat16 numbers. So the number stays the same in a model of any type."""
 
     def rows(self, first: int, last: int) -> list[int]:
         """List the file rows (columns, if transposed) of the model rows from `first` up to, not including,

@@ -125,7 +125,9 @@ def find_tensors(directory: Path, shape: ModelShape, wanted: Iterable[TensorSpec
         else:
             raise UserError(f"{directory}: tensor {source} is missing from the safetensors files")
     known = {spec.file_name for spec in (*specs.values(), *outside.values())}
-    _check_known(stored, known, find_family(shape.family).buffers)
+    family = find_family(shape.family)
+    others = {name for name in stored if family.further_layers and _find_layer(name) >= shape.layers}
+    _check_known(stored, known | others, family.buffers)
     repeated = stored.get(lm_head) if lm_head not in specs and scalar_head not in specs else None
     if repeated is not None:
         _check(repeated, specs[embedding], shape)
@@ -197,6 +199,11 @@ def check_type(tensor: StoredTensor) -> None:
         raise UserError(
             f"{tensor.file}: tensor {tensor.name} has type {tensor.dtype}; accepted are {', '.join(FLOATS)}"
         )
+
+
+def _find_layer(name: str) -> int:
+    """Find the number of the layer in the name of a tensor; -1 outside the layers."""
+    return next((int(part) for part in name.split(".") if part.isdecimal()), -1)
 
 
 def _check_known(

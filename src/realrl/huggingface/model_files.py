@@ -41,7 +41,15 @@ from realrl.huggingface.headers import (
     find_tensors,
     stored_rows,
 )
-from realrl.huggingface.shards import Portion, join_portions, list_portions, list_shards, write_file
+from realrl.huggingface.shards import (
+    FileTensor,
+    Portion,
+    describe_file,
+    join_portions,
+    list_portions,
+    list_shards,
+    write_file,
+)
 from realrl.huggingface.tensor_conversion import (
     Weights,
     join_tensors,
@@ -294,8 +302,8 @@ def save_adapters(
     with _whole_directory(Path(directory)) as unfinished:
         joined = join_tensors(own, {spec.name: weights[spec.name] for spec in own})
         named = {f"{PREFIX}{name}": values for name, values in joined.items()}
-        shapes = {name: tuple(values.shape) for name, values in named.items()}
-        write_file(unfinished / ADAPTER_FILE, shapes, dtype, iter(named.items()))
+        described = {name: FileTensor(tuple(values.shape), dtype) for name, values in named.items()}
+        write_file(unfinished / ADAPTER_FILE, described, iter(named.items()))
         _write_json(unfinished / ADAPTER_CONFIG, write_adapter_config(tensors, shape.lora, head, base))
         if tokenizer is not None:
             write_tokenizer(tokenizer, unfinished, find_family(shape.family).model_type)
@@ -378,11 +386,11 @@ def _save_tensors(
     )
     for i, shard in enumerate(files, 1):
         file = SINGLE if len(files) == 1 else f"model-{i:05d}-of-{len(files):05d}.safetensors"
-        shapes = {spec.file_name: spec.file_shape for spec in shard}
-        write_file(directory / file, shapes, dtype, joined)
-        weight_map |= dict.fromkeys(shapes, file)
+        described = describe_file(shard, dtype)
+        write_file(directory / file, described, joined)
+        weight_map |= dict.fromkeys(described, file)
     if len(files) > 1:
-        total = sum(tensor.numel for tensor in tensors) * dtype.itemsize
+        total = sum(tensor.nbytes for tensor in describe_file(tensors, dtype).values())
         _write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,6 +80,7 @@ def join_portions(portions: Iterator[tuple[Portion, Weights]]) -> Iterator[tuple
 
 
 def _count_bytes(tensors: Sequence[TensorSpec], dtype: torch.dtype) -> int:
+    """Bytes of tensors in memory, which are about those in a file."""
     return sum(tensor.numel for tensor in tensors) * dtype.itemsize
 
 
@@ -109,6 +111,28 @@ def _take_rows(spec: TensorSpec, first: int, last: int) -> LocalTensor:
     return LocalTensor(spec, Region(spec.name, (first, *(0 for _ in size[1:])), size), size)
 
 
+class FileTensor(NamedTuple):
+    """A tensor of a file."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def describe_file(tensors: Sequence[TensorSpec], dtype: torch.dtype) -> dict[str, FileTensor]:
+    """Describe the file tensors that hold some tensors of a model of this dtype, by name. Exact numbers are float32
+    in any model."""
+    return {
+        spec.file_name: FileTensor(
+            spec.file_shape, torch.float32 if spec.stored is not None and spec.stored.exact else dtype
+        )
+        for spec in tensors
+    }
+
+
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 """Names of dtypes in the header of a file."""
 _ALIGNMENT = 8
@@ -117,18 +141,17 @@ _ALIGNMENT = 8
 
 def write_file(
     path: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype,
+    described: Mapping[str, "FileTensor"],
     tensors: Iterator[tuple[str, Tensor]],
 ) -> None:
     """Write a file of tensors, and flush it to the disk. Tensors arrive one after the other, whole or in rows.
 
-    `shapes` lists the file's tensors in the order in which they arrive. Tensors of later files stay in the
+    `described` lists the file's tensors in the order in which they arrive. Tensors of later files stay in the
     iterator. Raises NotFiniteError if a value is not finite, and OSError.
     """
     with path.open("wb", buffering=0) as file:
-        write_all(file, memoryview(_make_header(shapes, dtype)))
-        for name, shape in shapes.items():
+        write_all(file, memoryview(_make_header(described)))
+        for name, (shape, dtype) in described.items():
             left = prod(shape)
             while left:
                 given, values = next(tensors)
@@ -144,10 +167,10 @@ def write_file(
         os.fsync(file.fileno())
 
 
-def _make_header(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> bytes:
+def _make_header(described: Mapping[str, "FileTensor"]) -> bytes:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
-    for name, shape in shapes.items():
+    for name, (shape, dtype) in described.items():
         end = start + prod(shape) * dtype.itemsize
         header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": (start, end)}
         start = end

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from realrl.families.quantisation import LARGEST, name_scale
-from realrl.families.tensors import Quantisation, Stored, TensorSpec
+from realrl.families.tensors import EXACT_PARTS, Quantisation, Stored, TensorSpec
 from realrl.layout.region import Region
 
 PART_ELEMENTS = 2**24
@@ -64,6 +64,8 @@ def _list_runs(where: Stored | None, first: int, last: int, most: int) -> Iterat
 def _read_rows(stored: Any, where: Stored | None, first: int, last: int, columns: Sequence[slice]) -> Tensor:
     if where is None:
         return stored[(slice(first, last), *columns)]
+    if where.exact:
+        return split_exactly(stored[first:last])[:, *columns]
     numbers = where.rows(first, last)
     start, stop = min(numbers), max(numbers) + 1
     stack = () if where.number is None else (where.number,)
@@ -94,8 +96,8 @@ def join_tensors(
             rows = [_list_file_rows(spec, values, first or {}) for spec in matrix]
             for spec, own_rows in zip(matrix, rows, strict=True):
                 value, where = values[spec.name].detach(), spec.stored
-                if where is None:
-                    files[name] = value
+                if where is None or where.exact:
+                    files[name] = value if where is None else value.float().sum(1)
                     continue
                 if name not in files:
                     shape = (sum(map(len, rows)), *value.shape[1:])
@@ -105,6 +107,16 @@ def join_tensors(
                 numbers = torch.tensor(own_rows, device=value.device) - min(map(min, rows))
                 (own.T if where.transposed else own)[numbers] = value
     return files
+
+
+def split_exactly(numbers: Tensor) -> Tensor:
+    """Split float32 numbers into bfloat16 numbers with the same sum, largest first. [N] -> [N, EXACT_PARTS]
+    float32"""
+    rest, parts = numbers.float(), []
+    for _ in range(EXACT_PARTS):
+        parts.append(rest.bfloat16().float())
+        rest = rest - parts[-1]
+    return torch.stack(parts, 1)
 
 
 def _list_file_rows(

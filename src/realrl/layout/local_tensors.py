@@ -49,7 +49,7 @@ def local_tensor(shape: ModelShape, spec: TensorSpec, parts: int, index: int) ->
     stored = list(spec.shape)
     if spec.partition is not None:
         dim, units = spec.partition.dim, spec.partition.units
-        part = find_elements(shape, units, parts, index)
+        part = find_elements(shape, units, spec.shape[dim], parts, index)
         offset[dim] = part.start
         size[dim] = stored[dim] = len(part)
         if units is Units.VOCABULARY:

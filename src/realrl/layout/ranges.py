@@ -22,9 +22,9 @@ def kv_heads(shape: ModelShape, tp: int, t: int) -> range:
     return range(queries.start // group, (queries.stop - 1) // group + 1)
 
 
-def feed_forward(shape: ModelShape, tp: int, t: int) -> range:
-    """Find the feed-forward units of TP rank `t`; counts differ by at most one between ranks."""
-    return _share(shape.intermediate_size, tp, t)
+def feed_forward(units: int, tp: int, t: int) -> range:
+    """Find which of a block's feed-forward units TP rank `t` holds; counts differ by at most one between ranks."""
+    return _share(units, tp, t)
 
 
 def padded_vocabulary(shape: ModelShape, tp: int) -> int:
@@ -38,8 +38,8 @@ def vocabulary(shape: ModelShape, tp: int, t: int) -> range:
     return range(min(t * rows, shape.vocab_size), min((t + 1) * rows, shape.vocab_size))
 
 
-def find_elements(shape: ModelShape, units: Units, tp: int, t: int) -> range:
-    """Find the elements that TP rank `t` holds along a dim that is divided in `units`."""
+def find_elements(shape: ModelShape, units: Units, size: int, tp: int, t: int) -> range:
+    """Find the elements that TP rank `t` holds along a dim of `size` elements that is divided in `units`."""
     match units:
         case Units.VOCABULARY:
             return vocabulary(shape, tp, t)
@@ -50,7 +50,7 @@ def find_elements(shape: ModelShape, units: Units, tp: int, t: int) -> range:
         case Units.KV_HEADS:
             return _scaled(kv_heads(shape, tp, t), shape.head_dim)
         case Units.FEED_FORWARD:
-            return feed_forward(shape, tp, t)
+            return feed_forward(size, tp, t)
 
 
 def _scaled(part: range, width: int) -> range:

@@ -11,7 +11,7 @@ from torch import Tensor
 from realrl.layout.kv_blocks import BLOCK_TOKENS, CacheSize
 from realrl.model.attention_rule import CAUSAL, AttentionRule
 from realrl.model.paged_attention import CachedRows, CachePlaces, attend_to_cache, attend_to_runs
-from realrl.model.routing import EXPERT_DTYPE, LIKELIEST, RecordedRouting
+from realrl.model.routing import EXPERT_DTYPE, LIKELIEST, NONE_CHOSEN, RecordedRouting
 
 
 class PagedCache:
@@ -45,7 +45,8 @@ class PagedCache:
         self.experts: Tensor | None = None
         if experts:
             places = layers, size.blocks + 1, BLOCK_TOKENS, experts
-            self.experts = torch.empty(places, dtype=EXPERT_DTYPE, device=device)
+            # Dense layers of a mixture never write their entries.
+            self.experts = torch.full(places, NONE_CHOSEN, dtype=EXPERT_DTYPE, device=device)
 
     @property
     def nbytes(self) -> int:

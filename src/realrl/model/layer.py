@@ -45,6 +45,8 @@ class ExpertBlock:
     """Ranks that divide the experts; a single rank without expert parallelism."""
     router_bias: Tensor | None = None
     """[E]"""
+    correction: Tensor | None = None
+    """Numbers whose sum over the second dim is added to scores to choose experts. [E, EXACT_PARTS]"""
     gate_up_bias: Tensor | None = None
     """Biases of gate and up of the experts. [E * 2 * units]"""
     down_bias: Tensor | None = None
@@ -84,11 +86,29 @@ class ExpertBlock:
 
     def _choose(self, scores: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         """Choose experts of tokens, and weigh them. [T, E] -> weights and experts, [T, k] each"""
-        scores, experts = routing.route(self.layer, scores, self.mixture.per_token)
+        mixture, preferences = self.mixture, self._prefer(scores.detach())
+        scores, experts = routing.route(self.layer, scores, preferences, mixture.per_token)
         weights = scores.gather(1, experts)
-        if self.mixture.normalised:
+        if mixture.normalised:
             weights = weights / weights.sum(1, keepdim=True)
+        if mixture.scale != 1:
+            weights = weights * mixture.scale
+        if self.correction is not None:
+            weights = apply_function(_AddZeroGradient, weights, self.correction)
         return weights, experts
+
+    def _prefer(self, scores: Tensor) -> Tensor:
+        """Compute the numbers by which experts are chosen, from their scores. [T, E] -> [T, E]"""
+        mixture = self.mixture
+        if self.correction is not None:
+            scores = scores + self.correction.detach().float().sum(1)
+        if mixture.groups == 1:
+            return scores
+        by_group = scores.view(len(scores), mixture.groups, -1)
+        best = by_group.topk(2, dim=2).values.sum(2).topk(mixture.groups_per_token, dim=1).indices
+        left_out = torch.ones(by_group.shape[:2], dtype=torch.bool, device=scores.device)
+        left_out.scatter_(1, best, False)
+        return by_group.masked_fill(left_out[:, :, None], -torch.inf).flatten(1)
 
     def _apply(
         self,
@@ -145,6 +165,19 @@ class ExpertBlock:
         # the last bits of float64. Rounding to float32 hides the difference, so the scores of a row do not depend
         # on its place.
         return logits.double().sigmoid().float()
+
+
+class _AddZeroGradient(Function):
+    """Identity that gives a parameter a gradient of 0, because hooks wait for the gradients of all parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, parameter: Tensor) -> Tensor:
+        ctx.shape = parameter.shape
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        return grad, grad.new_zeros(ctx.shape) if ctx.needs_input_grad[1] else None
 
 
 RotaryTables = tuple[Tensor, Tensor] | None
@@ -265,7 +298,7 @@ class Layer(nn.Module):
         self.attention_post_norm_bias = parameter("attention_post_norm_bias")
         self.mlp_norm = parameter("mlp_norm")
         self.mlp_norm_bias = parameter("mlp_norm_bias")
-        mixture = shard.shape.mixture
+        mixture = shard.shape.mixture_of(number)
         feed_forward = require if mixture is None or mixture.shared else parameter
         self.gate_up = feed_forward("gate_up")
         self.gate_up_bias = parameter("gate_up_bias")
@@ -275,6 +308,7 @@ class Layer(nn.Module):
         if mixture is not None:
             self.router = require("router")
             self.router_bias = parameter("router_bias")
+            self.router_correction = parameter("router_correction")
             self.experts_gate_up, self.experts_down = require("experts_gate_up"), require("experts_down")
             self.experts_gate_up_bias = parameter("experts_gate_up_bias")
             self.experts_down_bias = parameter("experts_down_bias")
@@ -287,6 +321,7 @@ class Layer(nn.Module):
                 number - shard.layers.start,
                 expert_group,
                 router_bias=self.router_bias,
+                correction=self.router_correction,
                 gate_up_bias=self.experts_gate_up_bias,
                 down_bias=self.experts_down_bias,
                 adds_down_bias=shard.tp_index == 0 or shard.ep > 1,

@@ -11,22 +11,25 @@ from realrl.model.group import Group, make_single_rank_group
 
 
 class Routing:
-    """Default routing: each token takes its highest-scoring experts."""
+    """Default routing: each token takes the experts that it prefers most."""
 
-    def route(self, layer: int, probabilities: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
-        """Choose the experts of tokens in a layer of the stage. probabilities, or other scores: [T, E] float32
+    def route(
+        self, layer: int, probabilities: Tensor, preferences: Tensor, per_token: int
+    ) -> tuple[Tensor, Tensor]:
+        """Choose the experts of tokens in a layer of the stage. probabilities, or other scores: [T, E] float32;
+        preferences, by which experts are chosen and which are usually the scores: [T, E] without gradient
 
         -> scores from which the weights of experts are taken [T, E], and indices of the chosen experts
         [T, per_token] int64
         """
-        return probabilities, probabilities.detach().topk(per_token, dim=1).indices
+        return probabilities, preferences.topk(per_token, dim=1).indices
 
 
 LIKELIEST = Routing()
 
 
 NONE_CHOSEN = -1
-"""Marks a token that has not passed through a layer's experts."""
+"""Marks a token that has not passed through a layer's experts. All tokens have it in dense layers."""
 EXPERT_DTYPE = torch.int16
 """Type of recorded expert numbers."""
 
@@ -39,8 +42,10 @@ class RecordedRouting(Routing):
         token, [T]."""
         self._record, self._places, self._inner = record, places, inner
 
-    def route(self, layer: int, probabilities: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
-        weighed, experts = self._inner.route(layer, probabilities, per_token)
+    def route(
+        self, layer: int, probabilities: Tensor, preferences: Tensor, per_token: int
+    ) -> tuple[Tensor, Tensor]:
+        weighed, experts = self._inner.route(layer, probabilities, preferences, per_token)
         self._record[layer][self._places] = experts.to(EXPERT_DTYPE)
         return weighed, experts
 
@@ -50,7 +55,7 @@ class RecordedRouting(Routing):
 
 
 class ReplayedRouting(Routing):
-    """Routing with recorded experts; tokens without a record take their highest-scoring experts.
+    """Routing with recorded experts; tokens without a record take the experts that they prefer most.
 
     The weights of the experts, and their gradients, come from the model's current scores.
     """
@@ -59,8 +64,10 @@ class ReplayedRouting(Routing):
         """experts: [T, layers of the stage, k] EXPERT_DTYPE"""
         self._experts = experts
 
-    def route(self, layer: int, probabilities: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
-        weighed, experts = super().route(layer, probabilities, per_token)
+    def route(
+        self, layer: int, probabilities: Tensor, preferences: Tensor, per_token: int
+    ) -> tuple[Tensor, Tensor]:
+        weighed, experts = super().route(layer, probabilities, preferences, per_token)
         chosen = self._experts[:, layer].long()
         return weighed, torch.where(chosen == NONE_CHOSEN, experts, chosen)
 
@@ -110,10 +117,12 @@ class BalancedRouting(Routing):
         """Layers that have been counted. Recomputation routes the same tokens again, and must not count them
         twice."""
 
-    def route(self, layer: int, probabilities: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
+    def route(
+        self, layer: int, probabilities: Tensor, preferences: Tensor, per_token: int
+    ) -> tuple[Tensor, Tensor]:
         """Choose the same experts as `inner`. In the backward pass, the returned scores also get the gradient of
         the balance loss."""
-        probabilities, experts = self._inner.route(layer, probabilities, per_token)
+        probabilities, experts = self._inner.route(layer, probabilities, preferences, per_token)
         own = self._count(experts, probabilities.shape[1])
         slopes = self._find_slopes(self._group.sum(own.clone()))
         if layer not in self._counted:

@@ -126,7 +126,7 @@ class Transformer(nn.Module):
         self.lm_head_bias = parameter(None, "lm_head_bias")
         self.scalar_head = parameter(None, "scalar_head")
         device = next(self.parameters()).device
-        kinds = [shape.layer_kind(layer) for layer in shard.layers]
+        kinds = [shape.attention_kind(layer) for layer in shard.layers]
         self._kinds = [list(dict.fromkeys(kinds)).index(kind) for kind in kinds]
         firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
         rotations = [make_rotation(shape, shard.layers[first]) for first in firsts]

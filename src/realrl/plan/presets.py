@@ -9,7 +9,7 @@ from realrl.config.paths import is_yaml
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.families.shape import ModelShape
-from realrl.families.sizes import count_layer_weights
+from realrl.families.sizes import count_matrix_weights
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy, function_placement
 from realrl.plan.plan import Plan
@@ -262,8 +262,7 @@ def _weight(call: Call, calls: Iterable[Call], shapes: Shapes) -> float:
     the shapes of all `calls` are known."""
     if any(other.model_role not in shapes for other in calls):
         return 1.0
-    shape = shapes[call.model_role]
-    return shape.layers * count_layer_weights(shape)
+    return count_matrix_weights(shapes[call.model_role])
 
 
 def _share_out(mesh: Mesh, micro_batch_tokens: int) -> Placement:

@@ -63,6 +63,21 @@ FAMILIES = {
             "intermediate_size": 400,
             "unrotated_layers": (3,),
         },
+        "glm4_moe": {
+            "mixture": Mixture(
+                experts=8,
+                per_token=3,
+                scores="sigmoid",
+                correction=True,
+                groups=4,
+                groups_per_token=2,
+                shared=1,
+            ),
+            "intermediate_size": 200,
+            "dense_layers": (0, 1),
+            "dense_size": 1100,
+            "rotary_dim": 16,
+        },
         "gpt_oss": {
             "mixture": Mixture(experts=8, per_token=3),
             "intermediate_size": 320,
@@ -286,7 +301,14 @@ def test_parallel_ranks_allocate_the_predicted_bytes(strategy: str, kind: str) -
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("family", "strategy"), [("qwen3_moe", "1 2 1 s"), ("qwen3_moe", "1 1 2"), ("llama4_text", "1 2 1 s")]
+    ("family", "strategy"),
+    [
+        ("qwen3_moe", "1 2 1 s"),
+        ("qwen3_moe", "1 1 2"),
+        ("llama4_text", "1 2 1 s"),
+        ("glm4_moe", "1 2 1 s"),
+        ("glm4_moe", "1 1 2"),
+    ],
 )
 def test_parallel_ranks_of_a_mixture_allocate_the_predicted_bytes(
     family: str, strategy: str, kind: str
@@ -305,6 +327,8 @@ def test_parallel_ranks_of_a_mixture_allocate_the_predicted_bytes(
         ("qwen3_moe", "2 2 1 e4"),
         ("mixtral", "2 1 1 e4 c2 2"),
         ("llama4_text", "1 2 2 s e2"),
+        ("glm4_moe", "2 1 2 e2"),
+        ("glm4_moe", "2 1 1 e2 3"),
     ],
 )
 def test_ranks_that_divide_experts_allocate_the_predicted_bytes(
@@ -330,7 +354,13 @@ def test_the_largest_micro_batch_determines_peak_memory(budget: int, kind: str) 
 @pytest.mark.parametrize("dtype", ["float32", "mixed", "bfloat16"])
 @pytest.mark.parametrize(
     ("shape", "strategy"),
-    [(GROUPED, "1 1 1"), (TIED, "1 1 2"), (UNEVEN, "1 2 1"), (FAMILIES["mixtral"], "1 2 1")],
+    [
+        (GROUPED, "1 1 1"),
+        (TIED, "1 1 2"),
+        (UNEVEN, "1 2 1"),
+        (FAMILIES["mixtral"], "1 2 1"),
+        (FAMILIES["glm4_moe"], "1 1 2"),
+    ],
 )
 def test_packed_weights_allocate_the_predicted_bytes(shape: ModelShape, strategy: str, dtype: Dtype) -> None:
     placement, model = place([strategy]), StoredModel(shape, "lm", dtype, False)
@@ -338,7 +368,8 @@ def test_packed_weights_allocate_the_predicted_bytes(shape: ModelShape, strategy
     for stage, layers in enumerate(stage_layers(shape.layers, pp)):
         rank = LoneRank(model, placement, placement.rank(dp=0, tp=placement.strategy.tp - 1, pp=stage))
         last = np.array(stage == pp - 1)
-        packed = packed_weight_bytes(sizes, dtype, layers=np.array(len(layers)), head=last)
+        counts = [np.array(len({*layers} & {*kind.layers})) for kind in sizes.kinds]
+        packed = packed_weight_bytes(sizes, dtype, layers=counts, head=last)
         packing = packing_bytes(sizes, dtype, head=last)
         assert packed <= rank.peak(rank.model.transformer.prepare_decoding) <= packed + packing
 
@@ -353,7 +384,7 @@ def test_recomputation_keeps_the_input_of_each_layer() -> None:
             dtype="bfloat16",
             cpu=False,
             lengths=[(512,)],
-        ).kept(1000, one)[0]
+        ).kept(1000, [one])[0]
         for r in (False, True)
     )
     both = 1000 * 4 * GROUPED.head_dim  # sines and cosines of pairs in float32

@@ -55,7 +55,7 @@ def time_decoding(shape: ModelShape, rows: float) -> float:
 
 def test_decode_steps_of_few_rows_read_few_experts() -> None:
     shape = PUBLISHED["qwen3-30b-a3b"]
-    one, all_of_it = count_read_weights(shape, 1), LocalSizes(shape, "lm", 1).layer_elements
+    one, all_of_it = count_read_weights(shape, 1), shape.layers * LocalSizes(shape, "lm", 1).layer_elements
     assert count_read_weights(shape, 1e4) == pytest.approx(all_of_it, rel=1e-3)
     # Of 128 experts, 8 are read for one row, and nearly all for 64.
     assert time_decoding(shape, 64) / time_decoding(shape, 1) == pytest.approx(all_of_it / one, rel=0.15)

@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 
 from realrl.algorithms.ppo import ALGORITHM as PPO_SPEC
+from realrl.families.adapters import LowRank
 from realrl.families.shape import Head, Mixture, ModelShape
 from realrl.families.sizes import SHAPES as PUBLISHED
 from realrl.layout.kv_blocks import BLOCK_TOKENS
@@ -16,15 +17,17 @@ from realrl.planner.memory.gathered import GatheredMemory
 from realrl.planner.memory.logits import Logits
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.planner.workload.strategies import Strategies
-from realrl.program.memory import Memory
+from realrl.program.memory import Memory, StoredModel
+from tests.model.small_models import SHAPES as SMALL_MODELS
 from tests.planner.problems import GROUPED, KINDS, LARGE, NODES, SMALL, STEP, call, place, recomputing, stored
 
 MODEL = MemoryModel(NODES)
+MIXED = SMALL_MODELS["glm4_moe"].model_copy(update={"layers": 5, "dense_layers": (0, 3)})
 GIB = 1 << 30
 
 
 @pytest.mark.parametrize("placement", [place(1), place(2, 4), place(1, 5, 3), place(1, 1, 5), place(2, 6, 2)])
-@pytest.mark.parametrize("shape", [GROUPED, GROUPED.model_copy(update={"tied_embeddings": True})])
+@pytest.mark.parametrize("shape", [GROUPED, GROUPED.model_copy(update={"tied_embeddings": True}), MIXED])
 @pytest.mark.parametrize("head", sorted(set(PPO_SPEC.heads.values())))
 @pytest.mark.parametrize("part", [WHOLE, TrainablePart(last_layers=3), TrainablePart(freeze_embeddings=True)])
 def test_parameter_sets_are_those_that_layouts_store(
@@ -67,9 +70,29 @@ def test_parameter_sets_are_those_that_layouts_store(
     ],
     ids=str,
 )
-def test_whole_experts_are_those_that_layouts_store(degrees: dict[str, int], zero: int) -> None:
+@pytest.mark.parametrize("dense", [(), (0,), (0, 1, 5)], ids=str)
+def test_whole_experts_are_those_that_layouts_store(
+    degrees: dict[str, int], zero: int, dense: tuple[int, ...]
+) -> None:
     shape = GROUPED.model_copy(update={"family": "qwen3_moe", "mixture": Mixture(experts=8, per_token=2)})
-    model, strategy = replace(stored(shape), trained=True), Strategy(zero=zero, **degrees)
+    if dense:
+        shape = shape.model_copy(update={"dense_layers": dense, "dense_size": 3 * shape.intermediate_size})
+    check_static_memory(replace(stored(shape), trained=True), Strategy(zero=zero, **degrees))
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("targets", [None, ("gate_proj",), ("q_proj", "down_proj")], ids=str)
+def test_adapters_of_some_layers_are_those_that_layouts_store(
+    targets: tuple[str, ...] | None, zero: int
+) -> None:
+    shape = SMALL_MODELS["qwen3_moe-dense"].model_copy(update={"lora": LowRank(rank=3, targets=targets)})
+    model = replace(stored(shape), trained=True, part=TrainablePart(adapters=True))
+    for degrees in ({"dp": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "pp": 3}, {"dp": 2, "tp": 3, "pp": 2}):
+        check_static_memory(model, Strategy(zero=zero, **degrees))
+
+
+def check_static_memory(model: StoredModel, strategy: Strategy) -> None:
+    """The planner counts the bytes that the ranks of each stage store."""
     placement = Placement(Mesh(0, strategy.size), strategy)
     homes = Memory({"actor": model}, {"actor": placement}, offloaded=(), kept={})
     planned = MODEL.stages(call("actor.train"), model, placement, STEP)

@@ -154,9 +154,7 @@ def test_tokens_pass_through_their_experts_and_the_router() -> None:
 
 
 def test_a_shared_block_is_one_more() -> None:
-    mixture = Mixture(
-        experts=16, per_token=1, scores="sigmoid", normalised=False, weighed="inputs", shared=True
-    )
+    mixture = Mixture(experts=16, per_token=1, scores="sigmoid", normalised=False, weighed="inputs", shared=1)
     shape = SHAPE.model_copy(update={"family": "llama4_text", "mixture": mixture})
     layer = QKV + OUT + 64 * 16 + 2 * (UP + DOWN)
     terms = cost(Kind.INFERENCE, STEP, place(), SLOW, model=store(shape))

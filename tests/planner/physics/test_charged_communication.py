@@ -379,9 +379,7 @@ def test_adapters_experts_and_wide_matrices_launch_more() -> None:
     assert count(lora=LowRank(rank=4, targets=("o_proj",), dora=True)) == 2 + 2 + 8
     assert count(quantised="int8") == 4 * 2
     assert count(family="qwen3_moe", mixture=Mixture(experts=16, per_token=2)) == 3
-    shared = Mixture(
-        experts=16, per_token=1, scores="sigmoid", normalised=False, weighed="inputs", shared=True
-    )
+    shared = Mixture(experts=16, per_token=1, scores="sigmoid", normalised=False, weighed="inputs", shared=1)
     assert count(family="llama4_text", mixture=shared) == 3 + 4
 
 

@@ -44,9 +44,7 @@ def test_experts_are_read_if_a_token_visits_them() -> None:
 
 
 def test_a_shared_block_is_added_and_weights_of_inputs_are_wider() -> None:
-    mixture = Mixture(
-        experts=16, per_token=2, scores="sigmoid", normalised=False, weighed="inputs", shared=True
-    )
+    mixture = Mixture(experts=16, per_token=2, scores="sigmoid", normalised=False, weighed="inputs", shared=1)
     shape = SHAPE.model_copy(update={"family": "llama4_text", "mixture": mixture})
     plain = SHAPE.model_copy(update={"family": "mixtral", "mixture": Mixture(experts=16, per_token=2)})
     theirs, ours = (

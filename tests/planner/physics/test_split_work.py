@@ -190,5 +190,9 @@ def test_tokens_visit_and_read_experts_of_their_own() -> None:
     assert count_visited_experts(shape, 1) == 2 and count_visited_experts(SHAPE, 5) == 0
     assert count_visited_experts(shape, 2) == pytest.approx(2 + 2 * 6 / 8)
     own, block = 256 * 64 + 64 * 128 + 8 * 64, 320 * 64 + 64 * 160
-    assert count_read_weights(shape, 2) == pytest.approx(own + 3.5 * block)
-    assert count_read_weights(SHAPE, 2) == 256 * 64 + 64 * 128 + block
+    dense = 256 * 64 + 64 * 128 + block
+    assert count_read_weights(shape, 2) == pytest.approx(shape.layers * (own + 3.5 * block))
+    assert count_read_weights(SHAPE, 2) == SHAPE.layers * dense
+    mixed = shape.model_copy(update={"dense_layers": (1,), "dense_size": 2 * shape.intermediate_size})
+    layers = (shape.layers - 1) * (own + 3.5 * block) + dense + block
+    assert count_read_weights(mixed, 2) == pytest.approx(layers)

@@ -17,6 +17,7 @@ from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import SearchSpace, build_problem
 from realrl.program.memory import StoredModel
+from tests.planner.reference import halve
 from tests.planner.searching.test_search_build import scenario
 from tests.planner.searching.test_search_transfers import SHAPE, WEIGHTS, list_placements
 
@@ -68,7 +69,7 @@ def test_wide_models_generate_from_rounded_parameters_where_that_is_allowed() ->
 def test_parameters_travel_in_the_narrower_type() -> None:
     cluster, links = Cluster(1, 4), (Links(170e6, 20e6, 0.0),)
     (wide,) = WEIGHTS["actor"]
-    half = replace(wide, layer=wide.layer / 2, embedding=wide.embedding / 2, end=wide.end / 2)
+    half = halve(wide)
     transfers = LinkTransfers(cluster, {"actor": (wide,)}, links, {"actor": (half,)})
 
     def seconds(before: Dtype | None, after: Dtype | None) -> np.ndarray:

@@ -9,7 +9,7 @@ import pytest
 from realrl.algorithms.policy import make_eval_graph
 from realrl.algorithms.ppo import train_graph
 from realrl.dataflow.call import Kind, MovingAverage
-from realrl.families.sizes import SHAPES
+from realrl.families.sizes import SHAPES, count_layer_weights
 from realrl.layout.layout import build_layout
 from realrl.layout.routing.routes import reallocate
 from realrl.plan.placement import Mesh, Placement, Strategy
@@ -24,7 +24,7 @@ from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.plan_memory import compute_footprints
 from realrl.planner.simulate.predicted_trace import predict_trace
 from realrl.planner.simulate.scenario import Scenario
-from realrl.planner.workload.flops import count_flops, count_layer_weights
+from realrl.planner.workload.flops import count_flops
 from realrl.planner.workload.workload import Workload
 from realrl.program.instructions import Run
 from realrl.program.lower import home_placements, lower, offloaded

@@ -16,7 +16,7 @@ from tests.runtime.checkpoints.interrupted import interrupt
 from tests.runtime.learning.test_plans import OPTIMIZER
 
 SHAPE = {
-    "family": "qwen3_moe",
+    "family": "glm4_moe",
     "vocab_size": 320,
     "hidden_size": 48,
     "intermediate_size": 24,
@@ -24,7 +24,9 @@ SHAPE = {
     "heads": 4,
     "kv_heads": 2,
     "head_dim": 12,
-    "mixture": {"experts": 8, "per_token": 2},
+    "mixture": {"experts": 8, "per_token": 2, "scores": "sigmoid", "correction": True, "shared": 1},
+    "dense_layers": [0],
+    "dense_size": 56,
 }
 ALGORITHMS = {
     "grpo": {"policy__kl": {"coef": 0.05}, "policy__samples": 2},

@@ -50,3 +50,11 @@ def test_a_router_loss_without_experts_is_one_message(world: World, tmp_path: Pa
         UserError, match=rf"^models\.{role}\.router_loss=0\.01 balances the experts of a mixture"
     ):
         make_job(experiment, Cluster(1, 1))
+
+
+def test_a_router_loss_that_no_trained_layer_has_is_one_message(world: World, tmp_path: Path) -> None:
+    sizes = {**SIZES, "family": "qwen3_moe", "dense_layers": [1], "dense_size": 40}
+    actor = {"shape": sizes, "tokenizer": world.tokenizer, "router_loss": 0.01, "trainable_layers": 1}
+    experiment = load_experiment(str(world.recipe("sft", tmp_path, models__actor=actor)))
+    with pytest.raises(UserError, match=r"^models\.actor: router_loss=0\.01 and trainable_layers=1 exclude"):
+        make_job(experiment, Cluster(1, 1))

@@ -133,7 +133,8 @@ def format_parameters(model: "StoredModel") -> str:
     text, mixture = format_count(number).replace("G", "B"), model.shape.mixture
     if mixture is None:
         return text
-    others = model.shape.layers * (mixture.experts - mixture.per_token) * count_block_weights(model.shape)
+    layers = model.shape.layers - len(model.shape.dense_layers)
+    others = layers * (mixture.experts - mixture.per_token) * count_block_weights(model.shape)
     return f"{text} ({format_count(number - others).replace('G', 'B')} active)"
 
 

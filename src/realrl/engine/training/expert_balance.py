@@ -13,13 +13,16 @@ from realrl.model.routing import BalancedRouting, ExpertCounts, Routing
 class ExpertBalance:
     """Loss and metrics for the balance of a model's experts in train calls.
 
-    Each sequence has a balance loss in each layer (see `BalancedRouting`). The loss of an optimizer step is
-    `coefficient` times the mean of this balance loss over the sequences of the mini-batch and all layers. So it
-    does not depend on micro-batches or parallelism.
+    Each sequence has a balance loss in each layer with experts (see `BalancedRouting`). The loss of an optimizer
+    step is `coefficient` times the mean of this balance loss over the sequences of the mini-batch and these layers.
+    So it does not depend on micro-batches or parallelism.
     """
 
     def __init__(self, model: Model, mixture: Mixture, coefficient: float) -> None:
         self._model, self._mixture, self._coefficient = model, mixture, coefficient
+        shape, own = model.shape, model.shard.layers
+        self._layers = [place for place, layer in enumerate(own) if shape.mixture_of(layer) is not None]
+        """Layers of the stage that have experts."""
         self.begin_call()
 
     def begin_call(self) -> None:
@@ -40,7 +43,8 @@ class ExpertBalance:
         if self._coefficient:
             # Every TP rank computes the whole gradient, and these gradients are summed later. So each gradient is
             # divided by tp.
-            terms = self._model.shape.layers * self._model.shard.tp
+            shape = self._model.shape
+            terms = (shape.layers - len(shape.dense_layers)) * self._model.shard.tp
             coefficient = self._coefficient / (terms * sequences)
         if packing.share is not None:
             rows = packing.share.rows
@@ -67,13 +71,13 @@ class ExpertBalance:
         counts = self._counts
         sequences = torch.full((1,), float(self._sequences), dtype=torch.float64, device=device)
         summed = groups.copies.sum(torch.cat((counts.chosen.double().flatten(), counts.losses, sequences)))
-        layers = len(counts.losses)
-        chosen = summed[: counts.chosen.numel()].view_as(counts.chosen)
+        everything = summed[: counts.chosen.numel()].view_as(counts.chosen)
+        chosen = everything[self._layers]
         of_stage = [
-            summed[chosen.numel() : -1].sum(),
+            summed[everything.numel() : -1].sum(),
             (chosen.amax(1) / chosen.mean(1)).sum(),
             (chosen == 0).double().mean(1).sum(),
-            torch.full_like(summed[0], layers),
+            torch.full_like(summed[0], len(self._layers)),
         ]
         loss, busiest, idle, total = groups.pipeline.sum(torch.stack(of_stage))
         metrics = Metrics()

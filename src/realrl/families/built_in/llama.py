@@ -1,4 +1,4 @@
-"""Llama from the second generation on, and the text models of Llama 4 (Scout)."""
+"""Llama from the second generation on, and the text models of Llama 4 (Scout and Maverick)."""
 
 from realrl.config.explain import brief
 from realrl.families.built_in.parts import (
@@ -16,6 +16,7 @@ from realrl.families.settings import (
     FULL,
     ROUTER_LOSS,
     ConfigReader,
+    read_dense_layers,
     read_mixture,
     read_unrotated,
     write_mixture,
@@ -35,7 +36,7 @@ _LLAMA4_DEFAULTS = {
     "rms_norm_eps": 1e-5,
 }
 LLAMA4_MIXTURE = Mixture(
-    experts=16, per_token=1, scores="sigmoid", normalised=False, weighed="inputs", shared=True
+    experts=16, per_token=1, scores="sigmoid", normalised=False, weighed="inputs", shared=1
 )
 """Defaults of Llama4TextConfig; a file may change `experts` and `per_token`."""
 _CHUNKED = "chunked_attention"
@@ -57,7 +58,6 @@ _POSITIONS = (
 
 def _read_llama4(config: ConfigReader, fields: Settings, usual: LayerOptions) -> Settings:
     layers = fields["layers"]
-    _check_layers_alike(config, layers)
     unrotated = read_unrotated(config, layers)
     default = LLAMA4_MIXTURE
     found = read_mixture(config, experts=default.experts, per_token=default.per_token, normalised=False)
@@ -65,22 +65,20 @@ def _read_llama4(config: ConfigReader, fields: Settings, usual: LayerOptions) ->
         "max_positions": min([fields["max_positions"], *_read_starts(config, layers, unrotated)]),
         "unrotated_layers": unrotated,
         "mixture": default.model_copy(update={"experts": found.experts, "per_token": found.per_token}),
+        **_read_dense(config, layers),
         "layer": {"qk_norm": "rotated" if config.flag("use_qk_norm", True) else "none"},
     }
 
 
-def _check_layers_alike(config: ConfigReader, layers: int) -> None:
-    """Check that each layer has experts. Raises UserError if not."""
-    given, step = config.read("moe_layers"), config.size("interleave_moe_layer_step", 1)
-    if given is None and step != 1:
-        what = f"interleave_moe_layer_step={step}"
-    elif given not in (None, [*range(layers)]):
-        what = f"moe_layers={brief(given)}"
-    else:
-        return
-    raise config.fail(
-        f"{what} is not supported: plans need layers that are all alike, so each must have experts"
-    )
+def _read_dense(config: ConfigReader, layers: int) -> Settings:
+    """Read which layers have no experts: those that `moe_layers` does not name or, if it is absent, all except
+    every `interleave_moe_layer_step`-th layer (Maverick)."""
+    step = config.size("interleave_moe_layer_step", 1)
+    mixed = config.read("moe_layers", [*range(step - 1, layers, step)])
+    if not isinstance(mixed, list) or any(type(layer) is not int for layer in mixed):
+        raise config.fail(f"moe_layers={brief(mixed)} is not a list of whole numbers")
+    width = config.size("intermediate_size_mlp", 16384)
+    return read_dense_layers(config, layers, (n for n in range(layers) if n not in mixed), width)
 
 
 def _read_starts(config: ConfigReader, layers: int, unrotated: tuple[int, ...]) -> list[int]:
@@ -105,8 +103,9 @@ def _write_llama4(shape: ModelShape, options: LayerOptions) -> Settings:
     return {
         **write_mixture(shape),
         **write_unrotated(shape),
-        "moe_layers": [*range(shape.layers)],
+        "moe_layers": [n for n in range(shape.layers) if n not in shape.dense_layers],
         "interleave_moe_layer_step": 1,
+        **({"intermediate_size_mlp": shape.dense_size} if shape.dense_size else {}),
         "attention_chunk_size": max(_START, shape.max_positions),
         "floor_scale": max(_START, shape.max_positions + 1),
         "use_qk_norm": options.qk_norm == "rotated",
@@ -125,9 +124,12 @@ LLAMA4 = describe(
     tensors=named_decoder(
         Names(
             interleaved=True,
-            gate="feed_forward.shared_expert.gate_proj",
-            up="feed_forward.shared_expert.up_proj",
-            down="feed_forward.shared_expert.down_proj",
+            gate="feed_forward.gate_proj",
+            up="feed_forward.up_proj",
+            down="feed_forward.down_proj",
+            shared_gate="feed_forward.shared_expert.gate_proj",
+            shared_up="feed_forward.shared_expert.up_proj",
+            shared_down="feed_forward.shared_expert.down_proj",
             router="feed_forward.router",
             expert="feed_forward.experts",
             experts_gate_up="feed_forward.experts.gate_up_proj",

@@ -1,4 +1,4 @@
-"""Families near Llama with one or two members each: GLM-4, Granite 3, OLMo 2 and 3, Phi-3 and Phi-4, SmolLM3."""
+"""Families near Llama with one or two members each: Granite 3, OLMo 2 and 3, Phi-3 and Phi-4, SmolLM3."""
 
 from typing import Any
 
@@ -10,7 +10,6 @@ from realrl.families.built_in.parts import (
     activation,
     describe,
     fixed,
-    flag,
     one_window,
     rope_by_layer_type,
     sizes,
@@ -21,40 +20,10 @@ from realrl.families.settings import (
     ConfigReader,
     read_unrotated,
     read_windows,
-    write_partial_rotary,
     write_unrotated,
     write_windows,
 )
 from realrl.families.shape import LayerOptions, ModelShape
-
-# GLM-4 of 2025: norms around blocks; rotary embeddings turn half of each head, in pairs of neighbouring dims.
-
-GLM4 = describe(
-    "glm4",
-    "Glm4",
-    sizes(
-        {
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1.5625e-07,
-            "partial_rotary_factor": 0.5,
-        }
-    ),
-    Part(lambda config, fields, usual: {}, lambda shape, options: write_partial_rotary(shape)),
-    flag("attention_bias", "qkv_bias"),
-    activation(),
-    layer=LayerOptions(norm_place="around", qkv_bias=True),
-    tensors=named_decoder(
-        Names(
-            interleaved=True,
-            attention_post_norm="post_self_attn_layernorm",
-            mlp_post_norm="post_mlp_layernorm",
-            gate_up="mlp.gate_up_proj",
-        )
-    ),
-)
-
 
 # Granite 3: a Llama that multiplies embeddings, attention scores, block outputs and logits by constants.
 

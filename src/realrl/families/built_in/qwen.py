@@ -5,6 +5,7 @@ from realrl.families.built_in.parts import ATTENTION_BIAS, Part, Settings, activ
 from realrl.families.settings import (
     ROUTER_LOSS,
     ConfigReader,
+    read_dense_layers,
     read_mixture,
     read_windows,
     write_mixture,
@@ -56,14 +57,14 @@ QWEN3 = describe(
 
 
 def _read_experts(config: ConfigReader, fields: Settings, usual: LayerOptions) -> Settings:
-    dense = config.read("mlp_only_layers", [])
-    if dense != []:
-        raise config.fail(
-            f"mlp_only_layers={brief(dense)} is not supported: plans need layers that are all alike"
-        )
-    config.fixed({"decoder_sparse_step": 1})
+    named, step = config.read("mlp_only_layers", []), config.size("decoder_sparse_step", 1)
+    if not isinstance(named, list) or any(type(layer) is not int for layer in named):
+        raise config.fail(f"mlp_only_layers={brief(named)} is not a list of whole numbers")
+    layers = fields["layers"]
+    dense = (layer for layer in range(layers) if layer in named or (layer + 1) % step)
     normalised = config.flag("norm_topk_prob", False)
     return {
+        **read_dense_layers(config, layers, dense, fields["intermediate_size"]),
         "intermediate_size": config.size("moe_intermediate_size", 768),
         "mixture": read_mixture(config, experts=128, per_token=8, normalised=normalised),
     }
@@ -72,10 +73,11 @@ def _read_experts(config: ConfigReader, fields: Settings, usual: LayerOptions) -
 def _write_experts(shape: ModelShape, options: LayerOptions) -> Settings:
     return {
         **write_mixture(shape),
+        "intermediate_size": shape.dense_size or shape.intermediate_size,
         "moe_intermediate_size": shape.intermediate_size,
         "norm_topk_prob": shape.mixture is not None and shape.mixture.normalised,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
+        "mlp_only_layers": [*shape.dense_layers],
     }
 
 

@@ -1,6 +1,6 @@
 """Inputs of the time model of a call, and the communication that its passes share."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -9,6 +9,7 @@ from realrl.dataflow.call import Candidates
 from realrl.planner.cost.network import Network
 from realrl.planner.cost.timing import DeviceHostTime, Timing
 from realrl.planner.workload.batching import Chunks
+from realrl.planner.workload.shard_sizes import KindSizes
 from realrl.planner.workload.strategies import Strategies
 from realrl.planner.workload.workload import CallWork
 from realrl.program.arrays import Floats, Ints, Real
@@ -28,11 +29,36 @@ class CallContext:
     work: CallWork
     candidates: Candidates | None = None
     """The call's candidates: further tokens whose log-probabilities it computes at each position."""
+    kind: KindSizes | None = None
+    """The only layers that a context is about; None if it is about the whole model."""
 
     @cached_property
     def layers(self) -> Ints:
         """Number of layers on each stage, [stages, strategies]."""
         return self.strategies.spread_layers(self.timing.sizes.shape.layers)
+
+    @cached_property
+    def kinds(self) -> "tuple[CallContext, ...]":
+        """A context for each kind of layer, whose times of layers are those of this kind."""
+        timing = self.timing
+        return tuple(
+            replace(self, timing=replace(timing, sizes=kind.sizes), kind=kind) for kind in timing.sizes.kinds
+        )
+
+    @cached_property
+    def counts(self) -> Ints:
+        """Number of layers of this kind on each stage, [stages, strategies]."""
+        return self.one_kind.count(self.strategies.pp)
+
+    @property
+    def one_kind(self) -> KindSizes:
+        """The only kind of layers in this context."""
+        assert self.kind is not None, "times of layers belong to one of `kinds`"
+        return self.kind
+
+    def find_kind(self, layer: int) -> "CallContext":
+        """Return the context of the kind of a layer."""
+        return next(of for of in self.kinds if layer in of.one_kind.layers)
 
     @property
     def overlap(self) -> float:
@@ -44,7 +70,7 @@ class CallContext:
         states of a rank's `tokens`.
 
         With sequence parallelism, an all-gather and a reduce-scatter replace each all-reduce. Generation does not
-        use sequence parallelism. The embedding needs half of this communication.
+        use sequence parallelism.
         """
         if self.strategies.tp == 1:
             return DeviceHostTime(0.0)
@@ -58,6 +84,10 @@ class CallContext:
                 blocks * (ring.all_gather(size) + ring.reduce_scatter(size)), blocks * self.collective_host
             )
         return DeviceHostTime(2 * ring.all_reduce(size), 2 * self.collective_host)
+
+    def embedding_communication(self, tokens: Real) -> Real:
+        """Predict the seconds of the embedding's TP communication, which is half of a layer's."""
+        return self.kinds[0].layer_communication(tokens).device / 2
 
     def key_communication(self, tokens: Real, chunks: Chunks) -> DeviceHostTime:
         """Predict the time in which CP ranks gather the keys and values of a layer, each for its own `tokens`, as
@@ -76,7 +106,7 @@ class CallContext:
         parallelism, TP ranks also gather the scores of experts.
         """
         sizes, roofline = self.timing.sizes, self.timing.roofline
-        if sizes.ep == 1:
+        if sizes.ep == 1 or not sizes.experts:
             return DeviceHostTime(0.0)
         group, rows = self.network.group("ep"), tokens * sizes.copies * roofline.busiest
         width = sizes.shape.hidden_size * self.timing.element_bytes

@@ -111,17 +111,18 @@ def cost_generation(context: CallContext) -> Mapping[str, Floats]:
         layers=context.layers.max(axis=0),
         element_bytes=timing.element_bytes,
     )
-    communication = context.layer_communication(passes.tokens).device
+    last = context.find_kind(timing.sizes.shape.layers - 1)
     outside = OutsideLayers(
         every=embedding + timing.allocate(cache) / passes.count,
         # A prefill ends with the keys and values of the last layer. So the last stage computes these instead of a
         # whole layer, and skips that layer's all-reduces. `start` includes the embedding, which `every` has
         # counted.
-        last=timing.start(size) - embedding - timing.prefill(size).device,
-        comm_first=communication / 2,
-        comm_last=-communication,
+        last=last.timing.start(size) - embedding - last.timing.prefill(size).device,
+        comm_first=context.embedding_communication(passes.tokens),
+        comm_last=-last.layer_communication(passes.tokens).device,
     )
-    terms = cost_forward_pass(context, passes, timing.prefill(size), outside)
+    prefills = [kind.timing.prefill(size) for kind in context.kinds]
+    terms = cost_forward_pass(context, passes, prefills, outside)
     decoding = (
         _cost_decode_steps(context, sizes)[0] if work.environment is None else _cost_turns(context, sizes)
     )
@@ -194,8 +195,8 @@ def _cost_turns(context: CallContext, sizes: GenerationWork) -> dict[str, Floats
         tokens=np.maximum(1.0, given / passes),
         squares=np.maximum(1.0, 2 * given * (work.mean + tokens.mean() / 2) / passes),
     )
-    layer = context.timing.prefill(each_pass)
-    split["compute"] = passes * context.layers.max(axis=0) * layer.device * (environment.given > 0)
+    layers = sum(kind.counts * kind.timing.prefill(each_pass).device for kind in context.kinds)
+    split["compute"] = passes * np.asarray(layers).max(axis=0) * (environment.given > 0)
     return split
 
 
@@ -223,8 +224,11 @@ def _cost_captures(context: CallContext, sizes: GenerationWork) -> Floats:
         return np.zeros(len(sizes.rows))
     alike = min(work.answers) == max(work.answers)
     graphs = 1 if alike else apply_each(count_graphs, sizes.rows_per_batch)
-    layers = context.layers.max(axis=0) * (timing.decode_operations + 2 * (context.strategies.tp > 1))
-    operations = layers + timing.roofline.count_sampling_operations(context.work.sampling)
+    collectives = 2 * (context.strategies.tp > 1)
+    layers = sum(kind.counts * (kind.timing.decode_operations + collectives) for kind in context.kinds)
+    operations = np.asarray(layers).max(axis=0) + timing.roofline.count_sampling_operations(
+        context.work.sampling
+    )
     return sizes.batches * graphs * 2 * operations * timing.device.kernel_s
 
 
@@ -236,30 +240,30 @@ def cost_decode_step(context: CallContext, batches: Ints, segment: DecodeSegment
     longer of the two times.
     """
     timing = context.timing
-    layers = context.layers
     pp = context.strategies.pp
     own_rows = np.maximum(1.0, segment.rows / batches)
     # A GPU pads rows to the size of a captured graph. The padding has no keys, so the mean context is shorter.
     rows = own_rows if timing.device.cpu else apply_each(pad_rows, truncate(np.ceil(own_rows)))
-    layer = timing.decode(rows, segment.context * own_rows / rows)
     sample = timing.sample(rows, context.work.sampling)
-    layer_communication = context.layer_communication(rows)
-    wait: Real = 0.0
-    if not timing.decodes_by_graphs:
-        waited = layer.host + layer_communication.host - layer.device - layer_communication.device
-        wait = np.maximum(0.0, waited)
     outside = OutsideLayers(
         every=timing.decode_step_overhead(rows),
         last=sample.device,
-        comm_first=layer_communication.device / 2,
+        comm_first=context.embedding_communication(rows),
         comm_last=context.sample_communication(rows),
     )
-    own = layers * layer.device + outside.own(pp)
-    communication = layers * layer_communication.device + outside.communication(pp)
-    waits = layers * wait + at_last(pp, sample.wait) + timing.look(own_rows)
+    own, communication = outside.own(pp), outside.communication(pp)
+    waits = at_last(pp, sample.wait) + timing.look(own_rows)
+    for kind in context.kinds:
+        layer = kind.timing.decode(rows, segment.context * own_rows / rows)
+        layer_communication = kind.layer_communication(rows)
+        own = own + kind.counts * layer.device
+        communication = communication + kind.counts * layer_communication.device
+        if not timing.decodes_by_graphs:
+            waited = layer.host + layer_communication.host - layer.device - layer_communication.device
+            waits = waits + kind.counts * np.maximum(0.0, waited)
     # Each stage receives once and sends once. The last hop sends the sampled tokens back to the first stage.
     hop = context.hop(rows)
-    stages = np.where(np.arange(len(layers))[:, None] < pp, own + communication + waits + hop, 0.0)
+    stages = np.where(np.arange(len(own))[:, None] < pp, own + communication + waits + hop, 0.0)
     slowest = stages.argmax(axis=0), np.arange(len(pp))
     return {
         "decode": batches * own[slowest],

@@ -65,45 +65,17 @@ def cost_training(context: CallContext) -> Mapping[str, Floats]:
     chunks = split_all_work(work, strategies)
     size = BatchSize.of(chunks, strategies)
     tokens = size.tokens
-    forward = timing.forward(size)
-    backward = timing.backward(size)
-    layer_communication = context.layer_communication(tokens)
-    keys, experts = context.key_communication(tokens, chunks), context.expert_communication(tokens)
-    rounds = np.where(strategies.recompute, 3, 2)
-    device = backward.device + forward.device * (rounds - 1)
-    host = backward.host + forward.host * (rounds - 1)
     trained = timing.sizes.trained
-    updated = tabulate_stages(trained.stage_layers, strategies.pp)
-    frozen = context.layers - updated
     sharded = ShardedTraffic(context) if strategies.zero > 1 else None
-    launches = [0.0, 0.0] if sharded is None else [sharded.host(backward=b) for b in (False, True)]
+    differentiated = timing.sizes.differentiated_layers
     layers = [
-        _EqualLayers(
-            counts=updated,
-            layer=DeviceHostTime(
-                device,
-                host + rounds * (layer_communication.host + keys.host + experts.host) + sum(launches),
-            ),
-            communication=rounds * layer_communication.device,
-            keys=rounds * keys.device,
-            experts=rounds * experts.device,
-        ),
-        _EqualLayers(
-            counts=frozen,
-            layer=DeviceHostTime(
-                forward.device,
-                forward.host + layer_communication.host + keys.host + experts.host + launches[0],
-            ),
-            communication=layer_communication.device,
-            keys=keys.device,
-            experts=experts.device,
-        ),
+        part for kind in context.kinds for part in _list_trained_layers(kind, chunks, differentiated, sharded)
     ]
     outside = OutsideLayers(
         every=timing.embed(size),
         first=timing.embed_backward(size) if any(trained.embedding) else 0.0,
         last=timing.head(size) + timing.head_backward(size),
-        comm_first=layer_communication.device / 2,
+        comm_first=context.embedding_communication(tokens),
         comm_last=context.head_communication(tokens) + context.head_backward_communication(tokens),
         results=context.result_communication(tokens, chunks),
     )
@@ -118,16 +90,20 @@ def cost_training(context: CallContext) -> Mapping[str, Floats]:
     )
     terms["optimizer"] = update + context.network.group("mesh").all_reduce(_SMALL)
     if sharded is None:
-        last_pass = at_last(strategies.pp, updated).sum(axis=0) * backward.device
+        last_pass = sum(
+            at_last(strategies.pp, kind.one_kind.count(strategies.pp, within=differentiated)).sum(axis=0)
+            * kind.timing.backward(size).device
+            for kind in context.kinds
+        )
         reduction = _cost_gradient_reduction(context, runs, last_pass)
         terms["data"] = reduction + _cost_parameter_gather(context, runs, update)
     else:
         seconds = SectionSeconds(
-            layer=forward.device,
-            layer_backward=device - forward.device,
+            layers=[kind.timing.forward(size).device for kind in context.kinds],
+            layers_backward=[_find_backward(kind, size).device for kind in context.kinds],
             head_backward=timing.head_backward(size),
         )
-        terms["data"] = _cost_sharded_step(context, sharded, chunks.count, updated, seconds)
+        terms["data"] = _cost_sharded_step(context, sharded, chunks.count, seconds)
     steps = work.minibatches * work.passes
     total = {name: seconds * steps for name, seconds in terms.items()}
     if work.episode:
@@ -135,18 +111,64 @@ def cost_training(context: CallContext) -> Mapping[str, Floats]:
     return total
 
 
+def _find_backward(context: CallContext, size: BatchSize) -> DeviceHostTime:
+    """Find the time of a layer's backward pass for one chunk, recomputation included."""
+    forward, backward = context.timing.forward(size), context.timing.backward(size)
+    again = context.strategies.recompute
+    return DeviceHostTime(
+        backward.device + np.where(again, forward.device, 0.0),
+        backward.host + np.where(again, forward.host, 0.0),
+    )
+
+
+def _list_trained_layers(
+    context: CallContext, chunks: Chunks, differentiated: range, sharded: ShardedTraffic | None
+) -> "list[_EqualLayers]":
+    """List the layers of one kind in training: first the layers among `differentiated`, which have a backward pass,
+    then the layers before them, which have none."""
+    size = BatchSize.of(chunks, context.strategies)
+    forward, backward = context.timing.forward(size), _find_backward(context, size)
+    layer_communication = context.layer_communication(size.tokens)
+    keys = context.key_communication(size.tokens, chunks)
+    experts = context.expert_communication(size.tokens)
+    communication_host = layer_communication.host + keys.host + experts.host
+    rounds = np.where(context.strategies.recompute, 3, 2)
+    updated = context.one_kind.count(context.strategies.pp, within=differentiated)
+    launches = [0.0, 0.0]
+    if sharded is not None:
+        launches = [sharded.host(context.one_kind, backward=b) for b in (False, True)]
+    return [
+        _EqualLayers(
+            counts=updated,
+            layer=DeviceHostTime(
+                forward.device + backward.device,
+                forward.host + backward.host + rounds * communication_host + sum(launches),
+            ),
+            communication=rounds * layer_communication.device,
+            keys=rounds * keys.device,
+            experts=rounds * experts.device,
+        ),
+        _EqualLayers(
+            counts=context.counts - updated,
+            layer=DeviceHostTime(forward.device, forward.host + communication_host + launches[0]),
+            communication=layer_communication.device,
+            keys=keys.device,
+            experts=experts.device,
+        ),
+    ]
+
+
 def _cost_sharded_step(
-    context: CallContext, sharded: ShardedTraffic, chunks: Ints, updated: Ints, seconds: SectionSeconds
+    context: CallContext, sharded: ShardedTraffic, chunks: Ints, seconds: SectionSeconds
 ) -> Floats:
     """Exposed seconds of data-parallel communication of a mini-batch under ZeRO-2 and ZeRO-3, on the busiest stage.
 
     In every chunk, ranks also sum the gradients that each of them has computed only in part. One of the small
     all-reduces lets ranks agree on the number of chunks.
     """
-    passes = chunks * (sharded.forward(seconds) + sharded.backward(updated, seconds))
-    stages = np.where(
-        np.arange(len(updated))[:, None] < context.strategies.pp, passes + sharded.spread(updated), 0.0
-    )
+    passes = chunks * (sharded.forward(seconds) + sharded.backward(seconds))
+    there = np.arange(len(passes))[:, None] < context.strategies.pp
+    stages = np.where(there, passes + sharded.spread(), 0.0)
     small = 4 * context.network.group("copies").all_reduce(_SMALL)
     return small + chunks * _cost_partial_gradients(context) + stages.max(axis=0)
 
@@ -223,7 +245,12 @@ def _cost_partial_gradients(context: CallContext) -> Real:
     strategies = context.strategies
     most = tabulate_stages(sizes.trained.stage_layers, strategies.pp).max(axis=0)
     seconds: Real = 0.0
-    partial = 4 * most * sizes.partial_elements(sequence_parallel=strategies.sequence_parallel)
+    elements = sum(
+        kind.count(strategies.pp, within=sizes.differentiated_layers)
+        * kind.sizes.partial_elements(sequence_parallel=strategies.sequence_parallel)
+        for kind in sizes.kinds
+    )
+    partial = 4 * np.asarray(elements).max(axis=0)
     if partial.any():
         seconds += network.group("tp").all_reduce(partial) + network.group("copies").all_reduce(partial)
     if sizes.shares_kv_heads:
@@ -257,17 +284,20 @@ def cost_inference(context: CallContext) -> Mapping[str, Floats]:
     outside = OutsideLayers(
         every=timing.embed(size),
         last=timing.head(size) + (timing.likeliest(size) if selects else 0.0),
-        comm_first=context.layer_communication(size.tokens).device / 2,
+        comm_first=context.embedding_communication(size.tokens),
         comm_last=context.head_communication(size.tokens),
         results=context.result_communication(size.tokens, chunks),
     )
-    layer = timing.forward(size)
+    layers = [kind.timing.forward(size) for kind in context.kinds]
     if context.strategies.zero == 1:
-        return cost_forward_pass(context, chunks, layer, outside)
+        return cost_forward_pass(context, chunks, layers, outside)
     sharded = ShardedTraffic(context)
-    launched = DeviceHostTime(layer.device, layer.host + sharded.host(backward=False))
+    launched = [
+        DeviceHostTime(layer.device, layer.host + sharded.host(kind.one_kind, backward=False))
+        for kind, layer in zip(context.kinds, layers, strict=True)
+    ]
     terms = cost_forward_pass(context, chunks, launched, outside)
-    waits = sharded.forward(SectionSeconds(layer=layer.device))
+    waits = sharded.forward(SectionSeconds(layers=[layer.device for layer in layers]))
     there = np.arange(len(waits))[:, None] < context.strategies.pp
     agreement = context.network.group("copies").all_reduce(_SMALL)
     terms["data"] = chunks.count * np.where(there, waits, 0.0).max(axis=0) + agreement
@@ -275,21 +305,25 @@ def cost_inference(context: CallContext) -> Mapping[str, Floats]:
 
 
 def cost_forward_pass(
-    context: CallContext, chunks: Chunks, layer: DeviceHostTime, outside: OutsideLayers
+    context: CallContext, chunks: Chunks, times: Sequence[DeviceHostTime], outside: OutsideLayers
 ) -> dict[str, Floats]:
-    """Predict the seconds by term of the forward pass of all chunks through all stages."""
+    """Predict the seconds by term of the forward pass of all chunks through all stages. `times`: a layer of each
+    kind for one chunk."""
     tokens = chunks.tokens / context.strategies.cp
-    layer_communication, keys = context.layer_communication(tokens), context.key_communication(tokens, chunks)
-    experts = context.expert_communication(tokens)
-    host = layer.host + layer_communication.host + keys.host + experts.host
-    layers = _EqualLayers(
-        counts=context.layers,
-        layer=DeviceHostTime(layer.device, host),
-        communication=layer_communication.device,
-        keys=keys.device,
-        experts=experts.device,
-    )
-    terms = _cost_pipeline(context, chunks, [layers], outside)
+    layers = []
+    for kind, layer in zip(context.kinds, times, strict=True):
+        layer_communication, keys = kind.layer_communication(tokens), kind.key_communication(tokens, chunks)
+        experts = kind.expert_communication(tokens)
+        host = layer.host + layer_communication.host + keys.host + experts.host
+        found = _EqualLayers(
+            counts=kind.counts,
+            layer=DeviceHostTime(layer.device, host),
+            communication=layer_communication.device,
+            keys=keys.device,
+            experts=experts.device,
+        )
+        layers.append(found)
+    terms = _cost_pipeline(context, chunks, layers, outside)
     # A stage works on its next chunk while it sends, so only the first chunk waits for transfers.
     terms["pipeline"] = (context.strategies.pp - 1) * context.hop(tokens)
     return terms

@@ -1,24 +1,27 @@
 """Time of gathering parameters and reducing gradients section by section, under ZeRO-2 and ZeRO-3. A section is the
 embedding, a layer or the head."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 import numpy as np
 
+from realrl.layout.ranges import stage_layers
 from realrl.planner.cost.call_context import CallContext
 from realrl.planner.memory.gathered import GatheredMemory, SectionBytes
-from realrl.program.arrays import Bools, Floats, Ints, Real
+from realrl.planner.workload.shard_sizes import KindSizes
+from realrl.program.arrays import Bools, Floats, Ints, Real, tabulate_stages
 
 
 @dataclass(frozen=True, kw_only=True)
 class SectionSeconds:
     """Seconds that a device computes a section for one chunk, without communication between data-parallel ranks."""
 
-    layer: Real
-    layer_backward: Real = 0.0
+    layers: Sequence[Real]
+    """A layer of each kind (`LocalSizes.kinds`)."""
+    layers_backward: Sequence[Real] = ()
     head_backward: Real = 0.0
 
 
@@ -36,38 +39,46 @@ class ShardedTraffic:
         """Compute the seconds that a chunk's forward pass waits for parameters.
 
         Nothing hides gathering the embedding and the first layer. Computing a layer hides gathering the next
-        section.
+        section. The model assumes that the next layer is of the same kind.
         """
         sizes = self._bytes
-        gather, hidden = self._gather(sizes.layer_section), seconds.layer * self.context.overlap
-        waits = gather + (self.context.layers - 1) * np.maximum(0.0, gather - hidden)
+        gathers = [self._gather(section) for section in self._sections]
+        hidden = [layer * self.context.overlap for layer in seconds.layers]
+        exposed = [np.maximum(0.0, a - b) for a, b in zip(gathers, hidden, strict=True)]
+        first = self._pick(gathers, self._first_layers) - self._pick(exposed, self._first_layers)
+        waits = first + sum(counts * each for counts, each in zip(self._counts, exposed, strict=True))
         waits = waits + np.where(self._first, self._gather(sizes.embedding_section), 0.0)
-        head = np.maximum(0.0, self._gather(sizes.head_section) - hidden)
+        head = np.maximum(0.0, self._gather(sizes.head_section) - self._pick(hidden, self._last_layers))
         return waits + np.where(self._last, head, 0.0)
 
-    def backward(self, layers: Ints, seconds: SectionSeconds) -> Floats:
-        """Compute the seconds that a chunk's backward pass waits, through the last `layers` layers of each
-        stage."""
+    def backward(self, seconds: SectionSeconds) -> Floats:
+        """Compute the seconds that a chunk's backward pass waits, through all layers that gradients flow
+        through."""
         sizes, overlap = self._bytes, self.context.overlap
-        gather, reduce = self._gather(sizes.layer_section), self._reduce(sizes.layer_section)
+        gathers, reductions = (
+            [move(section) for section in self._sections] for move in (self._gather, self._reduce)
+        )
+        counts = self._count_differentiated()
+        gather, reduce = self._pick(gathers, self._last_layers), self._pick(reductions, self._first_updated)
         head = np.where(self._last, self._reduce(sizes.head_section), 0.0)
         embedding = np.where(self._first, self._reduce(sizes.embedding_section), 0.0)
         beside_head = np.where(self._last, seconds.head_backward * overlap, 0.0)
         waits = np.maximum(0.0, gather - beside_head)
         # Computing layers can hide all gathers except the first, and all reductions except the last.
-        traffic = head + (layers - 1) * (gather + reduce)
-        waits = waits + np.maximum(0.0, traffic - layers * seconds.layer_backward * overlap) + reduce
-        return np.where(layers > 0, waits, head) + embedding
+        traffic = head - gather - reduce
+        computed: Real = 0.0
+        for number, on_stage in enumerate(counts):
+            traffic = traffic + on_stage * (gathers[number] + reductions[number])
+            computed = computed + on_stage * seconds.layers_backward[number]
+        waits = waits + np.maximum(0.0, traffic - computed * overlap) + reduce
+        return np.where(sum(counts) > 0, waits, head) + embedding
 
-    def spread(self, layers: Ints) -> Floats:
+    def spread(self) -> Floats:
         """Compute the seconds to all-gather updated parameters under ZeRO-2, which keeps all parameters on every
-        rank.
-
-        Training updates `layers` layers of each stage. Under ZeRO-3 ranks keep only their own rows, so the time is
-        0.
-        """
+        rank. Under ZeRO-3 ranks keep only their own rows, so the time is 0."""
+        counts = self._count_differentiated()
         if self.context.strategies.zero != 2:
-            return np.zeros_like(layers, dtype=np.float64)
+            return np.zeros_like(counts[0], dtype=np.float64)
         # Gradients are float32, so the parameters of a section take this fraction of its gradients' bytes.
         sizes, width = self._bytes, self.context.timing.element_bytes / 4
 
@@ -76,18 +87,67 @@ class ShardedTraffic:
 
         ends = np.where(self._first, spread(sizes.embedding_section), 0.0)
         ends = ends + np.where(self._last, spread(sizes.head_section), 0.0)
-        return layers * spread(sizes.layer_section) + ends
+        layers = zip(counts, self._sections, strict=True)
+        return ends + sum(on_stage * spread(section) for on_stage, section in layers)
 
-    def host(self, *, backward: bool) -> float:
+    def host(self, kind: KindSizes, *, backward: bool) -> float:
         """Compute the seconds that the host takes to launch the collectives of a layer.
 
         Each parameter has a collective of its own: an all-gather under ZeRO-3, and in the backward pass a
         reduce-scatter of its gradient.
         """
         rounds = int(self.context.strategies.zero == 3) + int(backward)
-        section = self._bytes.layer_section
+        section = self._bytes.find_layer_section(kind)
         tensors = section.tensors + (0 if section.experts is None else section.experts.tensors)
         return rounds * tensors * self.context.collective_host
+
+    @cached_property
+    def _kinds(self) -> tuple[KindSizes, ...]:
+        return self.context.timing.sizes.kinds
+
+    @cached_property
+    def _sections(self) -> list[SectionBytes]:
+        """Bytes of a layer of each kind."""
+        return [self._bytes.find_layer_section(kind) for kind in self._kinds]
+
+    @cached_property
+    def _counts(self) -> list[Ints]:
+        """Number of layers of each kind on each stage."""
+        return [kind.count(self.context.strategies.pp) for kind in self._kinds]
+
+    def _count_differentiated(self) -> list[Ints]:
+        """Count the layers of each kind on each stage that gradients flow through."""
+        within = self.context.timing.sizes.differentiated_layers
+        return [kind.count(self.context.strategies.pp, within=within) for kind in self._kinds]
+
+    @cached_property
+    def _first_layers(self) -> Ints:
+        return self._number_kinds(lambda stage: stage.start)
+
+    @cached_property
+    def _last_layers(self) -> Ints:
+        return self._number_kinds(lambda stage: stage.stop - 1)
+
+    @cached_property
+    def _first_updated(self) -> Ints:
+        first = self.context.timing.sizes.differentiated_layers.start
+        return self._number_kinds(lambda stage: min(max(stage.start, first), stage.stop - 1))
+
+    def _number_kinds(self, layer: Callable[[range], int]) -> Ints:
+        """Find the number of the kind of one layer of each stage, [stages, strategies]."""
+        model = self.context.timing.sizes.shape.layers
+
+        def of(pp: int) -> list[int]:
+            layers = [layer(stage) for stage in stage_layers(model, pp)]
+            return [next(i for i, kind in enumerate(self._kinds) if n in kind.layers) for n in layers]
+
+        return tabulate_stages(of, self.context.strategies.pp)
+
+    @staticmethod
+    def _pick(of_kinds: Sequence[Real], numbers: Ints) -> Floats:
+        """Pick, for each stage and strategy, the number of the kind with the given number."""
+        wide = [np.broadcast_to(np.asarray(of), numbers.shape) for of in of_kinds]
+        return np.asarray(np.choose(numbers, wide))
 
     @cached_property
     def _bytes(self) -> GatheredMemory:

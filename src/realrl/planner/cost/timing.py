@@ -96,7 +96,7 @@ class Timing:
             whole = measured * self._divided_share(size, backward=False)
             return DeviceHostTime(self._exact * (whole + self._unmeasured(size.tokens)))
         layer = self._exact * self.roofline.layer(size.tokens, size.squares)
-        if self.sizes.ep > 1 and not self.device.cpu:
+        if self.sizes.ep > 1 and self.sizes.experts and not self.device.cpu:
             layer = layer + self.efficiency.expert_sync_operations * self.device.kernel_s
         return self._device_host_time(layer, self.efficiency.forward_operations + self._optional_operations)
 
@@ -134,7 +134,7 @@ class Timing:
         """
         if not self.sizes.frozen_matrices:
             return 1.0
-        bare = replace(self.sizes, shape=self.sizes.shape.model_copy(update={"lora": None}))
+        bare = self.sizes.without_adapters()
         whole, frozen = (
             replace(self.roofline, sizes=replace(bare, part=part)).layer_backward(size.tokens, size.squares)
             for part in (EVERYTHING, bare.part)

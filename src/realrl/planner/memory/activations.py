@@ -5,9 +5,9 @@ token ids, positions, log-probabilities and the inputs of a loss. They also igno
 allocate outside torch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from realrl.planner.memory.packed_weights import (
 )
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.planner.workload.strategies import Strategies
-from realrl.program.arrays import Bools, Ints, Real, tabulate_stages, truncate
+from realrl.program.arrays import Bools, Ints, Real, truncate
 
 
 def kv_cache_bytes(sizes: LocalSizes, *, tokens: Real, layers: Real, element_bytes: int) -> Ints:
@@ -44,7 +44,8 @@ class Activations:
 
     `lengths` is a sample of sequence lengths for each strategy. In methods, `tokens` counts the tokens that a rank
     has of each strategy's largest micro-batch, and `chunks` counts its micro-batches. `layers` counts the layers of
-    each stage, [stages, strategies], and `stage` numbers the stages, [stages, 1].
+    each stage, [stages, strategies], and `stage` numbers the stages, [stages, 1]. If a stage has several kinds of
+    layers, what layers keep is added up, and the largest layer determines the peak inside a layer.
     """
 
     sizes: LocalSizes
@@ -92,7 +93,8 @@ class Activations:
         held: dict[str, Ints] = {"cache": self.cache(cached, layers)}
         moments: list[Parts] = []
         if self.cpu:
-            packed = packed_weight_bytes(self.sizes, self.dtype, layers=layers, head=last)
+            counts = [kind.count(self.strategies.pp) for kind in self.sizes.kinds]
+            packed = packed_weight_bytes(self.sizes, self.dtype, layers=counts, head=last)
             packing = packing_bytes(self.sizes, self.dtype, head=last)
             moments.append({"packed weights": packed + packing})
             held["packed weights"] = packed
@@ -124,17 +126,23 @@ class Activations:
         trains_embedding = any(self.sizes.trained.embedding)
         # Micro-batches whose activations the stage keeps at a time under the 1F1B schedule.
         flying = np.minimum(chunks, self.strategies.pp - stage)
-        updated = tabulate_stages(self.sizes.trained.stage_layers, self.strategies.pp)
-        back = trains_embedding | (updated.cumsum(axis=0) > updated)
+        back = trains_embedding | (layers.cumsum(axis=0) > layers)
         sent = self._sent(tokens, chunks * (((stage > 0) & back).astype(int) + (stage < last)))
         sent = sent + self._expected(tokens, stage, chunks - flying)
         # The buffer in which the stage receives the next gradient.
         sent = sent + np.where((stage < last) & (chunks > 1), layer.bytes(tokens, layer.stream), 0)
-        each = self.kept(tokens, layers)
-        inside = layer.backward_bytes(tokens)
+        differentiated = self.sizes.differentiated_layers
+        counts = [kind.count(self.strategies.pp, within=differentiated) for kind in self.sizes.kinds]
+        each = self.kept(tokens, counts)
         # Recomputation holds a whole layer. This counts the layer's input twice, in place of its output, which
         # torch holds although nothing reads it.
-        inside = inside + np.where(self.strategies.recompute, layer.bytes(tokens, layer.kept), 0)
+        inside = self._most(
+            lambda own: (
+                own.backward_bytes(tokens)
+                + np.where(self.strategies.recompute, own.bytes(tokens, own.kept), 0)
+            ),
+            counts,
+        )
         # The input of the final norm, its output at predicted tokens, and the gradient of this output.
         states = layer.bytes(tokens, layer.stream + 2 * layer.hidden)
         all_kept = sent + flying * each
@@ -142,7 +150,12 @@ class Activations:
         first: Parts = {"activations": all_kept + inside}
         # The moment at which a later micro-batch is in the frozen layers, which keep no activations.
         later = sent + (flying - 1) * each + self._shared(tokens)
-        frozen: Parts = {"activations": later + layer.forward_bytes(tokens, layer.stream)}
+        without_backward = [
+            kind.count(self.strategies.pp) - count
+            for kind, count in zip(self.sizes.kinds, counts, strict=True)
+        ]
+        passed = self._most(lambda own: own.forward_bytes(tokens, layer.stream), without_backward)
+        frozen: Parts = {"activations": later + passed}
         # The peak of stages without a backward pass.
         forward = self._forward(tokens, stage, chunks) + self._expected(tokens, stage, chunks - 1)
         without: Parts = {"activations": forward}
@@ -156,7 +169,9 @@ class Activations:
                 **first,
                 GATHERED: gathered.first_layer_backward(last_stage=last_stage, layers=layers),
             }
-            one_less = each - self.kept(tokens, layers - 1)
+            ends = [kind.end_stages(self.strategies.pp) for kind in self.sizes.kinds]
+            fewer = [count - end for count, end in zip(counts, ends, strict=True)]
+            one_less = each - self.kept(tokens, fewer)
             second = {
                 "activations": all_kept - one_less,
                 GATHERED: gathered.later_layer_backward(last_stage=last_stage, layers=layers),
@@ -176,11 +191,15 @@ class Activations:
         alone = (frozen_layers > 0) & (layers == 0) & (stage < last)
         return choose(alone, without, _peak(*moments))
 
-    def kept(self, tokens: Real, layers: Ints) -> Ints:
+    def kept(self, tokens: Real, layers: Sequence[Ints]) -> Ints:
         """Compute the bytes that one micro-batch keeps for its backward pass. With recomputation, it keeps only
-        each layer's input."""
-        each = np.where(self.strategies.recompute, self.layer.stream, self.layer.kept)
-        return self.layer.bytes(tokens, layers * each) + np.where(layers > 0, self._shared(tokens), 0)
+        each layer's input. `layers`: the number of layers of each kind."""
+        numbers = sum(
+            count * np.where(self.strategies.recompute, own.stream, own.kept)
+            for count, own in zip(layers, self.by_kind, strict=True)
+        )
+        there = np.asarray(sum(layers)) > 0
+        return self.layer.bytes(tokens, numbers) + np.where(there, self._shared(tokens), 0)
 
     def cache(self, tokens: Real, layers: Ints) -> Ints:
         return kv_cache_bytes(self.sizes, tokens=tokens, layers=layers, element_bytes=self.element_bytes)
@@ -190,15 +209,33 @@ class Activations:
         return ELEMENT_BYTES[self.dtype]
 
     @cached_property
+    def by_kind(self) -> list[LayerMemory]:
+        """Memory of a layer of each kind."""
+        return [
+            LayerMemory(
+                expert_spread=self.expert_spread,
+                sizes=kind.sizes,
+                strategies=self.strategies,
+                element_bytes=self.element_bytes,
+                cpu=self.cpu,
+                lengths=self.lengths,
+            )
+            for kind in self.sizes.kinds
+        ]
+
+    @property
     def layer(self) -> LayerMemory:
-        return LayerMemory(
-            expert_spread=self.expert_spread,
-            sizes=self.sizes,
-            strategies=self.strategies,
-            element_bytes=self.element_bytes,
-            cpu=self.cpu,
-            lengths=self.lengths,
-        )
+        """Memory of a layer, for sizes that all kinds of layers have in common."""
+        return self.by_kind[0]
+
+    def _most(self, size: Callable[[LayerMemory], Ints], counts: Sequence[Ints]) -> Ints:
+        """Compute the largest size of a layer, among the kinds of which a stage has layers. `counts`: the number of
+        layers of each kind. If there is a single kind, the size is the same for all stages."""
+        found = [size(own) for own in self.by_kind]
+        if len(found) == 1:
+            return found[0]
+        there = zip(counts, found, strict=True)
+        return reduce(np.maximum, [np.where(count > 0, each, 0) for count, each in there])
 
     @cached_property
     def gathered(self) -> GatheredMemory:
@@ -219,7 +256,9 @@ class Activations:
         sent = self._sent(tokens, np.where(stage == self._last, 0, chunks - 1))
         received = np.where(stage > 0, self.layer.stream, 0)
         widened = widened_matrix_bytes(self.sizes, self.dtype)
-        return sent + self.layer.forward_bytes(tokens, received) + self._shared(tokens) + widened
+        counts = [kind.count(self.strategies.pp) for kind in self.sizes.kinds]
+        layer = self._most(lambda own: own.forward_bytes(tokens, received), counts)
+        return sent + layer + self._shared(tokens) + widened
 
     def _expected(self, tokens: Real, stage: Ints, later: Ints) -> Ints:
         """Bytes of the buffer in which a stage receives its next micro-batch, if `later` micro-batches remain."""

@@ -26,7 +26,7 @@ from realrl.planner.workload.generation import split_generations
 from realrl.planner.workload.shard_sizes import SetSizes, size_shards
 from realrl.planner.workload.strategies import Strategies
 from realrl.planner.workload.workload import CallWork, Workload
-from realrl.program.arrays import Bools, Ints, Real, tabulate_stages, truncate
+from realrl.program.arrays import Bools, Ints, Real, truncate
 from realrl.program.memory import StoredModel, TrainingState, count_training_state
 
 _GIB = 1 << 30
@@ -202,7 +202,7 @@ class MemoryModel:
         last = stage == strategies.pp - 1
         parts: Parts
         if call.kind is Kind.TRAIN:
-            updated = tabulate_stages(sizes.trained.stage_layers, strategies.pp)
+            updated = sizes.count_differentiated(strategies.pp)
             parts = activations.training(
                 tokens, layers=updated, stage=stage, chunks=chunks.count, frozen_layers=layers - updated
             )

@@ -1,18 +1,19 @@
 """Memory of whole sections under ZeRO-2 and ZeRO-3: gathered parameters, and gradients before they are reduced. A
 section is the embedding, a layer, or the final norm with the head."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 
 import numpy as np
 
 from realrl.layout.sets import element_width
-from realrl.planner.workload.shard_sizes import LocalSizes, SetSizes
+from realrl.planner.workload.shard_sizes import KindSizes, LocalSizes, SetSizes
 from realrl.planner.workload.strategies import Strategies
 from realrl.program.arrays import Bools, Ints
 
 _FLOAT32 = 4
+_Elements = Callable[[SetSizes], int]
 _EXPERT_TENSORS = 2
 """Number of parameter tensors of a layer's experts: gate and up, and down."""
 
@@ -95,25 +96,66 @@ class GatheredMemory:
             (trained,) = [of for name, of in cut.items() if self.sizes.part.sets[name]]
             # Below float32, a rank first makes a rounded copy of its rows.
             rounded = width if width < _FLOAT32 else 0
-            layer = (copies * width + rounded) * max(trained.layer)
-            layer += (expert_copies * width + rounded) * trained.experts
-            ends = [(copies * width + rounded) * max(rows) for rows in (trained.embedding, trained.end)]
-            return sum(sorted((layer, layer, *ends))[-2:])
+            rows = [max(trained.embedding), max(trained.end)]
+            sections = [(copies * width + rounded) * most for most in rows]
+            for kind in trained.kinds:
+                layer = (copies * width + rounded) * max(kind.elements)
+                layer += (expert_copies * width + rounded) * kind.experts
+                sections += [layer] * min(2, len(kind.layers))
+            return sum(sorted(sections)[-2:])
 
         return _apply_pairs(count, self.strategies)
 
     @cached_property
     def layer_section(self) -> SectionBytes:
-        return self._section("layer")
+        """The largest layer. If a model has several kinds of layers, bytes are [stages, strategies], and only the
+        kinds of each stage count."""
+        found = [self.find_layer_section(kind) for kind in self.sizes.kinds]
+        if len(found) == 1:
+            return found[0]
+        there = [kind.count(self.strategies.pp) > 0 for kind in self.sizes.kinds]
+
+        def most(size: Callable[[SectionBytes], Ints]) -> Ints:
+            kinds = zip(there, found, strict=True)
+            return reduce(np.maximum, [np.where(on_stage, size(of), 0) for on_stage, of in kinds])
+
+        return SectionBytes(
+            parameters=most(lambda of: of.parameters),
+            gradients=most(lambda of: of.gradients),
+            sums=most(lambda of: of.sums),
+            tensors=max(of.tensors for of in found),
+        )
+
+    def find_layer_section(self, kind: KindSizes) -> SectionBytes:
+        """Count the bytes of a layer of a kind. It is the larger one of the first and the last such layer, because
+        their parameters may be in different sets."""
+        ends = kind.layers[0], kind.layers[-1]
+        others = [lambda sizes, n=number: max(sizes.find_layer(n).elements) for number in ends]
+        found = self._part(others, self.strategies.copies)
+        tensors = kind.sizes.layer_parameters
+        if kind.sizes.ep == 1 or not kind.sizes.experts:
+            return replace(found, tensors=tensors)
+        of_experts = [lambda sizes, n=number: sizes.find_layer(n).experts for number in ends]
+        experts = self._part(of_experts, self.strategies.expert_copies)
+        return SectionBytes(
+            parameters=found.parameters + experts.parameters,
+            gradients=found.gradients + experts.gradients,
+            sums=found.sums + experts.sums,
+            tensors=tensors - _EXPERT_TENSORS,
+            experts=replace(experts, tensors=_EXPERT_TENSORS),
+        )
 
     @cached_property
     def embedding_section(self) -> SectionBytes:
-        return self._section("embedding")
+        found = self._part([lambda sizes: max(sizes.embedding)], self.strategies.copies)
+        return replace(found, tensors=self.sizes.parameter_counts["embedding"])
 
     @cached_property
     def head_section(self) -> SectionBytes:
         """Final norm and head. With tied embeddings, this section also includes the embedding table."""
-        end, embedding = self._section("end"), self.embedding_section
+        end = self._part([lambda sizes: max(sizes.end)], self.strategies.copies)
+        end = replace(end, tensors=self.sizes.parameter_counts["end"])
+        embedding = self.embedding_section
         if not self.sizes.trained.tied:
             return end
         return SectionBytes(
@@ -127,25 +169,11 @@ class GatheredMemory:
         head = self.head_section
         return np.where(last_stage, head.gradients + head.sums, 0)
 
-    def _section(self, name: str) -> SectionBytes:
-        found = self._part(name, lambda sizes: max(getattr(sizes, name)), self.strategies.copies)
-        tensors = self.sizes.parameter_counts[name]
-        if name != "layer" or self.sizes.ep == 1:
-            return replace(found, tensors=tensors)
-        experts = self._part(name, lambda sizes: sizes.experts, self.strategies.expert_copies)
-        return SectionBytes(
-            parameters=found.parameters + experts.parameters,
-            gradients=found.gradients + experts.gradients,
-            sums=found.sums + experts.sums,
-            tensors=tensors - _EXPERT_TENSORS,
-            experts=replace(experts, tensors=_EXPERT_TENSORS),
-        )
-
-    def _part(self, name: str, elements: Callable[[SetSizes], int], ranks: Ints) -> SectionBytes:
-        """Count the bytes of a section, or of its whole experts. `elements` returns the elements of one rank's rows
-        in a parameter set; `ranks` ranks divide the rows."""
-        sums = self._count(name, elements, lambda of: _FLOAT32 * self.sizes.part.sets[of])
-        rows = self._count(name, elements, lambda of: element_width(of, self.element_bytes))
+    def _part(self, elements: Sequence[_Elements], ranks: Ints) -> SectionBytes:
+        """Count the bytes of a section, or of its whole experts. `elements` return the elements of one rank's rows
+        in a parameter set; the largest result counts. `ranks` ranks divide the rows."""
+        sums = self._count(elements, lambda of: _FLOAT32 * self.sizes.part.sets[of])
+        rows = self._count(elements, lambda of: element_width(of, self.element_bytes))
         return SectionBytes(
             parameters=ranks * rows if self.strategies.zero == 3 else np.zeros_like(ranks),
             gradients=ranks * sums,
@@ -153,22 +181,12 @@ class GatheredMemory:
             tensors=0,
         )
 
-    def _count(self, name: str, elements: Callable[[SetSizes], int], width: Callable[[str], int]) -> Ints:
-        """Count the bytes of one rank's rows of a section. `width` returns the bytes per element of a set.
-
-        The section "layer" is the larger one of the first and the last layer, because their parameters may be in
-        different sets.
-        """
+    def _count(self, elements: Sequence[_Elements], width: Callable[[str], int]) -> Ints:
+        """Count the bytes of one rank's rows. `width` returns the bytes per element of a set."""
 
         def count(copies: int, expert_copies: int) -> int:
-            return max(
-                sum(
-                    width(of) * elements(sizes)
-                    for of, sizes in self.sizes.cut_sets(copies, expert_copies).items()
-                    if name != "layer" or number in sizes.layers
-                )
-                for number in (0, self.sizes.shape.layers - 1)
-            )
+            cut = self.sizes.cut_sets(copies, expert_copies).items()
+            return max(sum(width(of) * own(sizes) for of, sizes in cut) for own in elements)
 
         return _apply_pairs(count, self.strategies)
 

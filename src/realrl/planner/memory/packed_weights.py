@@ -5,7 +5,7 @@ widened for each product, and have no packed copy. The CPU that runs a generate 
 off, so these bytes are an upper bound.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -15,12 +15,15 @@ from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.program.arrays import Bools, Ints
 
 
-def packed_weight_bytes(sizes: LocalSizes, dtype: Dtype, *, layers: Ints, head: Bools) -> Ints:
-    """Compute the bytes of a packed copy of the matrices of `layers` layers and, if `head` is true, of the head."""
-    matrices = () if sizes.shape.quantised else sizes.matmul_shapes + sizes.experts * sizes.expert_shapes
-    of_layer = sum(_add_rows(rows) * columns for rows, columns in matrices)
-    of_head = _add_rows(sizes.padded_vocab) * sizes.shape.hidden_size
-    return _element_bytes(dtype) * (layers * of_layer + head * of_head)
+def packed_weight_bytes(sizes: LocalSizes, dtype: Dtype, *, layers: Sequence[Ints], head: Bools) -> Ints:
+    """Compute the bytes of a packed copy of the matrices of layers and, if `head` is true, of the head. `layers`:
+    the number of layers of each kind."""
+    found: Ints = head * _add_rows(sizes.padded_vocab) * sizes.shape.hidden_size
+    for kind, count in zip(sizes.kinds, layers, strict=True):
+        own = kind.sizes
+        matrices = () if sizes.shape.quantised else own.matmul_shapes + own.experts * own.expert_shapes
+        found = found + count * sum(_add_rows(rows) * columns for rows, columns in matrices)
+    return _element_bytes(dtype) * found
 
 
 def packing_bytes(sizes: LocalSizes, dtype: Dtype, *, head: Bools) -> Ints:
@@ -40,7 +43,7 @@ def packed_matrix_bytes(sizes: LocalSizes, dtype: Dtype, *, head: Bools) -> Ints
 
 def widened_matrix_bytes(sizes: LocalSizes, dtype: Dtype) -> int:
     """Compute the bytes of the largest quantised matrix after widening. 0 if the model is not quantised."""
-    widened = (rows * columns for rows, columns in sizes.widened_shapes)
+    widened = (rows * columns for kind in sizes.kinds for rows, columns in kind.sizes.widened_shapes)
     return ELEMENT_BYTES[dtype] * max(widened, default=0)
 
 
@@ -52,7 +55,11 @@ def _count_copied(rows: int, columns: int, dtype: Dtype) -> int:
 def _find_most(sizes: LocalSizes, dtype: Dtype, head: Bools, count: Callable[[int, int], int]) -> Ints:
     """Find the most bytes for any matrix of a layer and, if `head` is true, of the head. `count` returns the number
     of elements for the rows and columns of a matrix."""
-    of_layer = max(count(*shape) for shape in sizes.matmul_shapes + sizes.expert_shapes)
+    of_layer = max(
+        count(*matrix)
+        for kind in sizes.kinds
+        for matrix in kind.sizes.matmul_shapes + kind.sizes.expert_shapes
+    )
     of_head = count(sizes.padded_vocab, sizes.shape.hidden_size)
     return _element_bytes(dtype) * np.where(head, max(of_layer, of_head), of_layer)
 

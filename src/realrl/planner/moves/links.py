@@ -92,19 +92,16 @@ _FEW_LAYOUTS, _RECENT = 16, 4
 class ParameterBytes:
     """Bytes of a parameter set, by the parts of a model that pipeline stages divide."""
 
-    layers: int
-    """Number of layers of the model."""
-    layer: float
-    """Bytes of the set in each layer that has parameters in it."""
+    layers: tuple[float, ...]
+    """Bytes of the set in each layer of the model."""
     embedding: float
     """Bytes of the embedding table, on the first stage, and on the last one if it is tied to the head."""
     end: float
     """Bytes of the final norm and the head, on the last stage."""
     tied: bool = False
-    held: tuple[int, ...] | None = None
-    """Indices of the layers that have parameters in the set. None means all layers."""
-    experts: float = 0.0
-    """Bytes of experts in `layer`. Expert parallelism gives them a layout of their own."""
+    experts: tuple[float, ...] | None = None
+    """Bytes of experts in each of `layers`. Expert parallelism gives them a layout of their own. None if the set
+    has no experts."""
 
     @classmethod
     def of(cls, model: StoredModel, width: int, name: str = BASE) -> "ParameterBytes":
@@ -112,33 +109,38 @@ class ParameterBytes:
         quantised."""
         width = element_width(name, width)
         sizes = size_shards(model, 1).sets[name]
+        experts = [0] * sizes.layers_of_model
+        for tensor in model.sets[name].tensors:
+            if tensor.expert is not None and tensor.layer is not None:
+                experts[tensor.layer] += tensor.numel
         return cls(
-            layers=sizes.layers_of_model,
-            layer=sizes.layer[0] * width,
+            layers=tuple(sizes.find_layer(n).elements[0] * width for n in range(sizes.layers_of_model)),
             embedding=sizes.embedding[0] * width,
             end=sizes.end[0] * width,
             tied=sizes.tied,
-            held=None if len(sizes.layers) == sizes.layers_of_model else sizes.layers,
-            experts=_count_expert_elements(model, name) * width,
+            experts=tuple(elements * width for elements in experts) if any(experts) else None,
         )
 
     @cached_property
     def parts(self) -> "tuple[ParameterBytes, ParameterBytes]":
         """The parameters outside experts, and the experts."""
-        others = replace(self, layer=self.layer - self.experts, experts=0.0)
-        return others, replace(self, layer=self.experts, embedding=0.0, end=0.0, experts=0.0)
+        assert self.experts is not None, "the set has experts"
+        others = tuple(a - b for a, b in zip(self.layers, self.experts, strict=True))
+        return (
+            replace(self, layers=others, experts=None),
+            replace(self, layers=self.experts, embedding=0.0, end=0.0, experts=None),
+        )
 
-    @property
+    @cached_property
     def stack(self) -> float:
         """Bytes of all layers."""
-        return self.layer * (self.layers if self.held is None else len(self.held))
+        return sum(self.layers)
 
     def cuts(self, pp: int) -> list[float]:
         """Return the byte offset at which each pipeline stage begins, and the end of the last stage."""
         bounds = [0.0]
-        for stage in stage_layers(self.layers, pp):
-            layers = len(stage) if self.held is None else sum(layer in stage for layer in self.held)
-            bounds.append(bounds[-1] + layers * self.layer)
+        for stage in stage_layers(len(self.layers), pp):
+            bounds.append(bounds[-1] + sum(self.layers[stage.start : stage.stop]))
         bounds[-1] += self.end
         return bounds
 
@@ -389,7 +391,7 @@ class LinkTransfers:
         """Return a table of the byte offsets at which stages begin, [PP degree, stage]. The entry after the last
         stage is the end of this stage."""
         if weights not in self._cuts or len(self._cuts[weights]) <= most:
-            most = min(max(most, self.cluster.size), weights.layers)
+            most = min(max(most, self.cluster.size), len(weights.layers))
             table = np.zeros((most + 1, most + 1))
             for pp in range(1, most + 1):
                 cuts = weights.cuts(pp)
@@ -459,13 +461,6 @@ def _list_moves(
             yield experts, source.for_experts(), target.for_experts()
         else:
             yield weights, source, target
-
-
-def _count_expert_elements(model: StoredModel, name: str) -> int:
-    """Count the elements of experts in each layer of a parameter set."""
-    of = model.sets[name]
-    first = of.layers[0] if of.layers else None
-    return sum(tensor.numel for tensor in of.tensors if tensor.expert is not None and tensor.layer == first)
 
 
 def _into_empty(holding: Ints, needed: Boxes, weights: ParameterBytes) -> Floats:

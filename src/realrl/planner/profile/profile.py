@@ -26,7 +26,7 @@ from realrl.config.errors import UserError
 from realrl.config.explain import brief, explain
 from realrl.config.json_file import read_json, write_readable
 from realrl.config.paths import local_path
-from realrl.families.shape import Mixture, ModelShape
+from realrl.families.shape import Mixture, ModelShape, split_kinds
 from realrl.plan.placement import Dtype
 from realrl.planner.profile.corrections import Correction
 from realrl.program.arrays import Floats, Real
@@ -331,9 +331,10 @@ class Profile(Settings):
         return None if curve is None else curve(number_bytes)
 
     def degrees(self, shape: ModelShape, dtype: Dtype) -> set[int]:
-        """Return the TP degrees for which layers of a model were measured in a data type."""
-        key = (_key(shape), dtype, "forward")
-        return {tp for *measured, tp in self._surfaces if tuple(measured) == key}
+        """Return the TP degrees for which all kinds of layers of a model were measured in a data type."""
+        keys = [(_key(kind.shape), dtype, "forward") for kind in split_kinds(shape)]
+        found = [{tp for *measured, tp in self._surfaces if tuple(measured) == key} for key in keys]
+        return set.intersection(*found)
 
     def save(self, path: str | Path) -> None:
         """Write the file that `load` reads."""

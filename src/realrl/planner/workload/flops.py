@@ -4,7 +4,7 @@ from realrl.dataflow.call import Call, Kind
 from realrl.families.adapters import LORA_A, LORA_B
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
-from realrl.families.sizes import count_layer_weights
+from realrl.families.sizes import count_matrix_weights
 from realrl.plan.placement import Strategy
 from realrl.planner.workload.batching import find_load
 from realrl.planner.workload.windows import average_squares
@@ -47,7 +47,7 @@ def count_pass_flops(
         return operations + 2 * _forward(model, tokens, scored, squares, layers=model.part.last_layers)
     # A frozen matrix needs only the gradient of its input, so its backward pass takes the FLOPs of its forward
     # pass. Attention has no matrices, and its backward pass takes twice the FLOPs of its forward pass.
-    frozen = tokens * model.shape.layers * count_layer_weights(model.shape)
+    frozen = tokens * count_matrix_weights(model.shape)
     frozen += scored * count_head_weights(model.shape, "lm") if model.head == "lm" else 0
     return operations + 2 * operations - 2 * frozen
 
@@ -69,19 +69,23 @@ def _forward(
     """Count the forward FLOPs of the head and of the last `layers` layers. None means all layers."""
     shape = model.shape
     seen = float(average_squares(shape, tokens, squares, layers=layers))
-    attention = 2 * seen * shape.heads * shape.head_dim
-    each = 2 * tokens * (count_layer_weights(shape) + count_adapter_weights(shape)) + attention
-    outputs = 2 * scored * count_head_weights(shape, model.head)
-    return (shape.layers if layers is None else layers) * each + outputs
+    count = shape.layers if layers is None else layers
+    attention = count * 2 * seen * shape.heads * shape.head_dim
+    matrices = count_matrix_weights(shape, layers) + count_adapter_weights(shape, layers)
+    return 2 * tokens * matrices + attention + 2 * scored * count_head_weights(shape, model.head)
 
 
-def count_adapter_weights(shape: ModelShape) -> int:
-    """Count the parameters of the adapters of a layer's matrices."""
+def count_adapter_weights(shape: ModelShape, last: int | None = None) -> int:
+    """Count the parameters of the adapters of all layers, or of the `last` layers."""
     if shape.lora is None:
         return 0
-    layer = model_tensors(shape.model_copy(update={"layers": 1}), "lm")
+    first = 0 if last is None else shape.layers - last
     factors = {*LORA_A.values(), *LORA_B.values()}
-    return sum(spec.numel for spec in layer if spec.parameter in factors)
+    return sum(
+        spec.numel
+        for spec in model_tensors(shape, "lm")
+        if spec.parameter in factors and spec.layer is not None and spec.layer >= first
+    )
 
 
 def count_head_weights(shape: ModelShape, head: Head) -> int:

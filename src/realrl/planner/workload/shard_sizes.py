@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
 
@@ -12,7 +12,7 @@ import numpy as np
 from realrl.families.adapters import LORA_A, is_adapted, list_modules
 from realrl.families.quantisation import SCALES
 from realrl.families.registry import find_layer_options, model_tensors, ties_embeddings
-from realrl.families.shape import Head, LayerOptions, ModelShape
+from realrl.families.shape import Head, LayerOptions, ModelShape, split_kinds
 from realrl.families.tensors import Parameter, Partial, Place, TensorSpec
 from realrl.layout.limits import count_kept_logit_rows, count_logit_rows
 from realrl.layout.local_tensors import count_shard_rows, local_tensor
@@ -21,7 +21,7 @@ from realrl.layout.sets import WHOLE, ParameterSet, TrainablePart, build_paramet
 from realrl.layout.shard import Shard
 from realrl.plan.placement import Dtype
 from realrl.planner.cluster.devices import DeviceKind
-from realrl.program.arrays import Bools, Ints, Real, truncate
+from realrl.program.arrays import Bools, Ints, Real, tabulate_stages, truncate
 from realrl.program.memory import StoredModel
 
 _ALIGNED = 8
@@ -38,6 +38,29 @@ class LocalSizes:
     tp: int
     part: TrainablePart = WHOLE
     ep: int = 1
+    model: ModelShape | None = None
+    """The whole model, if `shape` describes one of its kinds of layers. Only the sizes of layers are then known."""
+
+    @cached_property
+    def kinds(self) -> tuple["KindSizes", ...]:
+        """Sizes of each kind of layer. If there are several, each of them answers for its own layers."""
+        found = split_kinds(self.shape)
+        if len(found) == 1:
+            return (KindSizes(self, found[0].layers),)
+        return tuple(
+            KindSizes(replace(self, shape=kind.shape, model=self.shape), kind.layers) for kind in found
+        )
+
+    @property
+    def model_sizes(self) -> "LocalSizes":
+        """Sizes of the whole model, if these are the sizes of one of its kinds of layers."""
+        return self if self.model is None else replace(self, shape=self.model, model=None)
+
+    def without_adapters(self) -> "LocalSizes":
+        """Sizes of the same model, or of the same kind of layers, without adapters."""
+        bare = {"lora": None}
+        model = None if self.model is None else self.model.model_copy(update=bare)
+        return replace(self, shape=self.shape.model_copy(update=bare), model=model)
 
     @cached_property
     def _shards(self) -> list[Shard]:
@@ -64,17 +87,24 @@ class LocalSizes:
 
     @cached_property
     def ffn_dim(self) -> int:
-        return max(len(feed_forward(self.shape, self.tp, t)) for t in range(self.tp))
+        """Feed-forward dimension of the block that all tokens pass through, or of an expert if there is none."""
+        assert not self.shape.dense_layers, "each kind of layer has sizes of its own"
+        mixture = self.shape.mixture
+        return self._divide_units(self.shape.intermediate_size * (mixture.shared or 1 if mixture else 1))
 
-    @property
+    def _divide_units(self, units: int) -> int:
+        return max(len(feed_forward(units, self.tp, t)) for t in range(self.tp))
+
+    @cached_property
     def expert_dim(self) -> int:
         """Feed-forward dimension of an expert on one rank. With expert parallelism, the rank holds it whole."""
-        return self.ffn_dim if self.ep == 1 else self.shape.intermediate_size
+        units = self.shape.intermediate_size
+        return self._divide_units(units) if self.ep == 1 else units
 
     @property
     def expert_gate_up_dim(self) -> int:
         """Dimension of an expert before the activation: gate and up together."""
-        return self.expert_dim * self.gate_up_dim // self.ffn_dim
+        return (1 + self.options.gated) * self.expert_dim
 
     @cached_property
     def options(self) -> LayerOptions:
@@ -155,15 +185,17 @@ class LocalSizes:
         """Check whether the host can launch decode steps without reading results, so that CUDA graphs are possible.
 
         Without a grouped kernel, the host multiplies expert by expert and must read how many rows each expert has.
+        If a model has several kinds of layers, the answer is the same for all of them.
         """
-        grouped = not self.experts or self.groups_products(dtype, exact=exact, device=device)
+        model = self.model_sizes
+        grouped = not model.experts or model.groups_products(dtype, exact=exact, device=device)
         return not device.cpu and grouped
 
     @property
     def shared_blocks(self) -> int:
         """Number of feed-forward blocks per layer that all tokens pass through. It is 0 for experts without a
         shared block, and 1 for all other layers."""
-        return int(self.shape.mixture is None or self.shape.mixture.shared)
+        return int(self.shape.mixture is None or self.shape.mixture.shared > 0)
 
     @property
     def expert_biases(self) -> bool:
@@ -227,9 +259,16 @@ class LocalSizes:
 
     @cached_property
     def _layer_specs(self) -> list[TensorSpec]:
-        """Tensors of a layer. `check_family` accepts no family whose layers differ."""
-        specs = model_tensors(self.shape.model_copy(update={"layers": 1}), self.head)
-        return [spec for spec in specs if spec.layer == 0]
+        """Tensors of a layer. `check_family` accepts no family whose layers of one kind differ."""
+        assert not self.shape.dense_layers, "each kind of layer has tensors of its own"
+        model = self.model or self.shape
+        first = next(kind.layers[0] for kind in split_kinds(model) if kind.shape == self.shape)
+        return [spec for spec in model_tensors(model, self.head) if spec.layer == first]
+
+    @property
+    def layer_parameters(self) -> int:
+        """Number of named parameters in a layer."""
+        return len({spec.parameter for spec in self._layer_specs})
 
     @cached_property
     def sets(self) -> Mapping[str, "SetSizes"]:
@@ -238,12 +277,11 @@ class LocalSizes:
 
     @cached_property
     def parameter_counts(self) -> Mapping[str, int]:
-        """Number of named parameters in a layer ("layer"), before the layers ("embedding"), and after them
-        ("end")."""
-        found = {"layer": set[str](), "embedding": set[str](), "end": set[str]()}
+        """Number of named parameters before the layers ("embedding"), and after them ("end")."""
+        found = {"embedding": set[str](), "end": set[str]()}
         for spec in model_tensors(self.shape, self.head):
-            outside = "end" if spec.place is Place.LAST else "embedding"
-            found["layer" if spec.layer is not None else outside].add(spec.parameter)
+            if spec.layer is None:
+                found["end" if spec.place is Place.LAST else "embedding"].add(spec.parameter)
         return {name: len(parameters) for name, parameters in found.items()}
 
     @lru_cache(maxsize=256)  # noqa: B019 -- instances are few and small
@@ -256,27 +294,33 @@ class LocalSizes:
         }
 
     def _set_sizes(self, of: ParameterSet, copies: int = 1, expert_copies: int = 1) -> "SetSizes":
-        layer = [0] * self.tp
-        experts = 0
+        assert self.model is None, "a kind of layer has no parameter sets"
+        held = {*of.layers}
+        numbers = [tuple(n for n in kind.layers if n in held) for kind in self.kinds]
+        # `check_family` makes sure that all layers of a kind are alike, so the first one stands for all.
+        layers = {of_kind[0]: _LayerSums([0] * self.tp) for of_kind in numbers if of_kind}
         embedding = [0] * self.tp
         end = [0] * self.tp
         for (place, _), specs in groupby(of.tensors, key=lambda spec: (spec.place, spec.parameter)):
-            in_layer = not isinstance(place, Place)
-            if in_layer and place != of.layers[0]:
-                continue  # `check_family` makes sure that all layers are alike.
-            sums, stack = layer if in_layer else end if place is Place.LAST else embedding, list(specs)
-            if self.ep > 1 and stack[0].expert is not None:
-                whole = [local_tensor(self.shape, spec, 1, 0) for spec in stack[: len(stack) // self.ep]]
-                experts += count_shard_rows(whole, expert_copies) * math.prod(whole[0].shape[1:])
+            if not isinstance(place, Place) and place not in layers:
                 continue
+            stack = list(specs)
+            if isinstance(place, Place):
+                sums = end if place is Place.LAST else embedding
+            else:
+                sums = layers[place].others
+                if self.ep > 1 and stack[0].expert is not None:
+                    whole = [local_tensor(self.shape, spec, 1, 0) for spec in stack[: len(stack) // self.ep]]
+                    rows = count_shard_rows(whole, expert_copies)
+                    layers[place].experts += rows * math.prod(whole[0].shape[1:])
+                    continue
             for t in range(self.tp):
                 local = [local_tensor(self.shape, spec, self.tp, t) for spec in stack]
                 sums[t] += count_shard_rows(local, copies) * math.prod(local[0].shape[1:])
+        found = [(of_kind, layers[of_kind[0]]) for of_kind in numbers if of_kind]
         return SetSizes(
             layers_of_model=self.shape.layers,
-            layers=of.layers,
-            layer=tuple(layer),
-            experts=experts,
+            kinds=tuple(LayerSizes(of_kind, tuple(sums.others), sums.experts) for of_kind, sums in found),
             embedding=tuple(embedding),
             end=tuple(end),
             tied=ties_embeddings(self.shape, self.head),
@@ -310,7 +354,19 @@ class LocalSizes:
     @cached_property
     def layer_elements(self) -> int:
         """Number of elements of the first layer on the rank with the most elements, adapters included."""
-        return sum(max(sizes.layer) + sizes.experts for sizes in self.sets.values() if 0 in sizes.layers)
+        layers = [sizes.find_layer(0) for sizes in self.sets.values()]
+        return sum(max(layer.elements) + layer.experts for layer in layers)
+
+    def count_differentiated(self, pp: Ints) -> Ints:
+        """Count the layers of each pipeline stage that gradients flow through, [stages, strategies]."""
+        counts = [kind.count(pp, within=self.differentiated_layers) for kind in self.kinds]
+        return np.sum(counts, axis=0)
+
+    @cached_property
+    def differentiated_layers(self) -> range:
+        """Layers that gradients flow through: those from the first layer with trained parameters on."""
+        layers = self.trained.layers
+        return range(layers[0] if layers else self.shape.layers, self.shape.layers)
 
 
 @lru_cache(maxsize=4096)
@@ -346,17 +402,63 @@ class AdapterSizes:
         return self.inner * self.inputs + self.rank * self.rows
 
 
+@dataclass
+class _LayerSums:
+    others: list[int]
+    experts: int = 0
+
+
+@dataclass(frozen=True)
+class KindSizes:
+    """Layers of one kind, see `split_kinds`."""
+
+    sizes: LocalSizes
+    """Sizes of a model that has only such layers."""
+    layers: tuple[int, ...]
+    """Numbers of these layers in the whole model, ascending."""
+
+    def count(self, pp: Ints, *, within: range | None = None) -> Ints:
+        """Count these layers on each pipeline stage, or those of them in a range, [stages, strategies]."""
+        layers = self.layers if within is None else tuple(n for n in self.layers if n in within)
+        of_model = self.sizes.shape.layers
+        return tabulate_stages(lambda degree: _count_on_stages(layers, of_model, degree), pp)
+
+    def end_stages(self, pp: Ints) -> Ints:
+        """Mark the pipeline stages whose last layer is one of these, with 1, [stages, strategies]."""
+        layers, of_model = frozenset(self.layers), self.sizes.shape.layers
+        return tabulate_stages(
+            lambda degree: [int(stage.stop - 1 in layers) for stage in stage_layers(of_model, degree)], pp
+        )
+
+
+@lru_cache(maxsize=4096)
+def _count_on_stages(layers: tuple[int, ...], of_model: int, pp: int) -> tuple[int, ...]:
+    """Count some of a model's layers, given in ascending order, on each stage of a pipeline."""
+    return tuple(
+        bisect_left(layers, stage.stop) - bisect_left(layers, stage.start)
+        for stage in stage_layers(of_model, pp)
+    )
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """Number of elements that a parameter set has in each of some layers, which are alike."""
+
+    layers: tuple[int, ...]
+    """Numbers of these layers, ascending."""
+    elements: tuple[int, ...]
+    """Elements of a layer without those in `experts`, for each tensor-parallel rank."""
+    experts: int
+    """Elements of whole experts in a layer on one rank of expert parallelism, otherwise 0."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SetSizes:
     """Number of elements of a parameter set. Tuples of elements have an entry for each tensor-parallel rank."""
 
     layers_of_model: int
-    layers: tuple[int, ...]
-    """Layers of the model that have parameters in the set, ascending."""
-    layer: tuple[int, ...]
-    """Elements of one of these layers, without those in `experts`. All layers have equal sizes."""
-    experts: int
-    """Elements of whole experts in each of these layers on one rank of expert parallelism, otherwise 0."""
+    kinds: tuple[LayerSizes, ...]
+    """The layers of the model that have parameters in the set, by kind."""
     embedding: tuple[int, ...]
     """Elements of the embedding. They are on the first pipeline stage, and also on the last stage if the head is
     tied to the embedding."""
@@ -365,28 +467,42 @@ class SetSizes:
     tied: bool
     """Whether the head is tied to the embedding."""
 
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """Layers of the model that have parameters in the set, ascending."""
+        return tuple(sorted(layer for kind in self.kinds for layer in kind.layers))
+
+    def find_layer(self, layer: int) -> LayerSizes:
+        """Find the sizes of a layer, which are 0 if it has no parameters in the set."""
+        nothing = LayerSizes((layer,), (0,) * len(self.embedding), 0)
+        return next((kind for kind in self.kinds if layer in kind.layers), nothing)
+
     @lru_cache(maxsize=4096)  # noqa: B019 -- instances are few and small
     def stage_layers(self, pp: int) -> tuple[int, ...]:
         """Count the layers of the set on each stage of a pipeline."""
-        stages = stage_layers(self.layers_of_model, pp)
-        return tuple(
-            bisect_left(self.layers, stage.stop) - bisect_left(self.layers, stage.start) for stage in stages
-        )
+        return _count_on_stages(self.layers, self.layers_of_model, pp)
 
     def stage_elements(self, pp: int) -> tuple[int, ...]:
         """Compute the elements that each pipeline stage stores on its TP rank with the most elements, without those
         of `stage_experts`."""
-        result = []
-        for stage, layers in enumerate(self.stage_layers(pp)):
-            own = [layers * elements for elements in self.layer]
-            if stage == 0 or (stage == pp - 1 and self.tied):
-                own = [a + b for a, b in zip(own, self.embedding, strict=True)]
-            if stage == pp - 1:
-                own = [a + b for a, b in zip(own, self.end, strict=True)]
-            result.append(max(own))
-        return tuple(result)
+        stages = [[0] * len(self.embedding) for _ in range(pp)]
+        for kind in self.kinds:
+            for own, layers in zip(stages, self._count(kind, pp), strict=True):
+                for t, elements in enumerate(kind.elements):
+                    own[t] += layers * elements
+        for stage, own in enumerate(stages):
+            for t in range(len(own)):
+                if stage == 0 or (stage == pp - 1 and self.tied):
+                    own[t] += self.embedding[t]
+                if stage == pp - 1:
+                    own[t] += self.end[t]
+        return tuple(map(max, stages))
 
     def stage_experts(self, pp: int) -> tuple[int, ...]:
         """Compute the elements of whole experts that a rank of each pipeline stage stores under expert
         parallelism."""
-        return tuple(layers * self.experts for layers in self.stage_layers(pp))
+        counts = [[layers * kind.experts for layers in self._count(kind, pp)] for kind in self.kinds]
+        return tuple(map(sum, zip(*counts, strict=True))) if counts else (0,) * pp
+
+    def _count(self, kind: LayerSizes, pp: int) -> tuple[int, ...]:
+        return _count_on_stages(kind.layers, self.layers_of_model, pp)

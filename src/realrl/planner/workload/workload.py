@@ -11,7 +11,7 @@ import numpy as np
 from realrl.dataflow.call import Call, Kind, can_share_prompts
 from realrl.dataflow.graph import DataflowGraph
 from realrl.families.shape import ModelShape
-from realrl.families.sizes import count_block_weights, count_layer_weights
+from realrl.families.sizes import count_block_weights, count_matrix_weights
 from realrl.layout.kv_blocks import BLOCK_TOKENS, count_blocks, count_prompt_blocks
 from realrl.planner.workload.environment import EnvironmentTimes, EnvironmentWork
 from realrl.program.arrays import Real
@@ -60,20 +60,20 @@ def compute_imbalance(experts: int, ep: int, spread: float) -> float:
     """Compute the expected load of the busiest of `ep` ranks that divide `experts` experts, divided by the mean.
 
     The loads of experts are normal and independent, with a standard deviation of `spread` times their mean. The
-    expected maximum of n standard normal numbers is about sqrt(2 ln n).
+    expected maximum of n standard normal numbers is about sqrt(2 ln n). The result is 1 for layers without experts.
     """
-    if ep == 1:
+    if ep == 1 or not experts:
         return 1.0
     return 1 + spread * math.sqrt(2 * math.log(ep) * ep / experts)
 
 
 def count_read_weights(shape: ModelShape, tokens: Real) -> Real:
-    """Count the parameters of a layer's matrices that a pass over `tokens` tokens reads."""
-    own = count_layer_weights(shape)
+    """Count the parameters of the matrices of all layers that a pass over `tokens` tokens reads."""
+    own = count_matrix_weights(shape)
     if shape.mixture is None:
         return own
     others = count_visited_experts(shape, tokens) - shape.mixture.per_token
-    return own + others * count_block_weights(shape)
+    return own + (shape.layers - len(shape.dense_layers)) * others * count_block_weights(shape)
 
 
 _Number = TypeVar("_Number", int, float)

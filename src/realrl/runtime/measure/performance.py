@@ -147,7 +147,7 @@ class Performance:
         shape, width = model.shape, model.width(done.place.strategy)
         # Count only reads, not the writes that widening quantised matrices needs.
         stored = width if shape.quantised is None else 1
-        weights = float(stored * shape.layers * count_read_weights(shape, rows / steps))
+        weights = float(stored * count_read_weights(shape, rows / steps))
         weights += width * count_head_weights(shape, model.head)
         cache = 2 * shape.layers * shape.kv_heads * shape.head_dim
         decoded = max(1, done.sum("decoded"))

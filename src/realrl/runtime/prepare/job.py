@@ -313,6 +313,14 @@ def _check_sizes(
                 f"models.{role}.router_loss={config.router_loss:g} balances the experts of a mixture, but layers of"
                 " the model have no experts; leave it out"
             )
+        last = parts[role].last_layers
+        if config.router_loss and role in shapes and last is not None:
+            shape = shapes[role]
+            if all(shape.mixture_of(layer) is None for layer in range(shape.layers - last, shape.layers)):
+                raise UserError(
+                    f"models.{role}: router_loss={config.router_loss:g} and trainable_layers={last} exclude each"
+                    f" other: none of the last {last} layers has experts, so all routers are frozen"
+                )
 
 
 def _replay_routers(

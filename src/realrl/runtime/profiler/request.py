@@ -8,7 +8,7 @@ from typing import Literal
 from realrl.config.errors import UserError
 from realrl.config.files import check_file
 from realrl.config.paths import local_path
-from realrl.families.shape import ModelShape
+from realrl.families.shape import ModelShape, split_kinds
 from realrl.families.sizes import find_shape
 from realrl.huggingface.directory import find_model_shape
 from realrl.plan.placement import DTYPES, Dtype
@@ -70,6 +70,8 @@ def make_request(
     check_file(f"--out {out}", file)
     generation = None if experiment is None else experiment.spec.generation
     sampling = GenerationConfig() if generation is None else generation(experiment)
+    # Each kind of layer is measured in a model of its own.
+    found = [(kind.shape, dtype) for shape, dtype in found for kind in split_kinds(shape)]
     # Of shapes with the same key, keep the one with most layers. All else that affects times is part of the key.
     deepest = {(ShapeKey.of(shape), dtype): shape for shape, dtype in sorted(found, key=_layers)}
     return Request(
