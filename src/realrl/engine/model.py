@@ -282,15 +282,15 @@ class Model:
         collectives.
         """
         found: list[Outputs] = []
-        items = HostItems.of(method.sequences(batch), batch, replays)
-        batch = batch.without(list_experts(replays))
+        recorded, batch = batch, batch.without(list_experts(replays))
+        items = HostItems.of(method.sequences(batch), recorded, replays)
         parts = self.select_own(self.split_items(items, max_tokens, candidates))
         count = self.agree_on_passes(len(parts)) if self.passes_are_joint else len(parts)
         received = self.receive_activations([micro_batch.own_tokens for micro_batch in parts])
         for micro_batch in parts:
             part = batch.select(micro_batch.items).to(self.device)
-            its = items.select(micro_batch.items)
-            outputs = self._infer_part(part, method, micro_batch, received, candidates, its)
+            of_part = items.select(micro_batch.items)
+            outputs = self._infer_part(part, method, micro_batch, received, candidates, of_part)
             if self.reports(micro_batch):
                 found.append((micro_batch.items, outputs))
             after_micro_batch()

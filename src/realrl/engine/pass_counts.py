@@ -33,7 +33,8 @@ class PassCounts:
         self.squares = 0
         """Sum of the squared sequence lengths. The square of a common beginning counts once."""
         self.padded_tokens = 0
-        """Tokens including the padding of attention; 0 if attention does not pad, or if ranks divide tokens."""
+        """Tokens including the padding of attention; 0 if attention does not pad, or if several
+        context-parallel ranks share the work."""
         self.decode_steps = 0
         """Forward passes over one token of each row of a decode batch."""
         self.decode_rows = 0

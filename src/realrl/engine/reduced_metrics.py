@@ -19,8 +19,8 @@ class DifferentMetricsError(Exception):
     def __init__(self, metrics: Metrics) -> None:
         names = ", ".join((*metrics.means, *metrics.maxima)) or "none"
         super().__init__(
-            "data-parallel ranks have different metrics; each must add the same ones in the same order, with weight"
-            f" 0 where it has nothing to add (here: {names})"
+            "ranks with different items have different metrics; each must add the same ones in the same order, with"
+            f" weight 0 where it has nothing to add (here: {names})"
         )
 
 

@@ -47,9 +47,9 @@ CPU_WIDENED = 2**18
 CHUNKS_PER_STAGE = 2
 """Micro-batches that a pipeline gets per stage, or more."""
 
-LEAST_SHARED = 1 / 16
-"""Common beginnings of sequences are computed once if that saves this share of their tokens. If it saves less, the
-copies of keys and values that attention needs may take longer than the tokens that are saved."""
+LEAST_SHARED = 1 / 8
+"""Common beginnings of sequences are computed once if that saves this share of their tokens. Attention then needs
+copies of keys and values, which may take an eighth of the memory of a layer's activations."""
 
 SENDS_PER_STAGE = 4
 """Messages that a pipeline stage may have in flight, per stage of the pipeline. If there are more, the stage waits

@@ -77,7 +77,7 @@ CONFIGS: list[tuple[dict[str, Any] | str, str]] = [
     ({"model_type": None}, "model_type null is not supported"),
     (
         {"model_type": "phimoe"},
-        "'phimoe' is not supported; supported are: gemma, gemma2, gemma3_text, glm4, gpt2, gpt_neox, ",
+        "'phimoe' is not supported; supported are: gemma, gemma2, gemma3_text, glm4, glm4_moe, gpt2, gpt_neox, ",
     ),
     ({"model_type": ["llama"]}, "model_type ['llama'] is not supported"),
     ({"vocab_size": None}, "vocab_size is missing"),

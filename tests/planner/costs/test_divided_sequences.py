@@ -31,7 +31,7 @@ def test_long_sequences_are_divided(
 ) -> None:
     work = Workload(items, lengths).work(TRAIN)
     chunks = split_work(work, Strategy(cp=4, micro_batch_tokens=4000))
-    assert (chunks.divided, chunks.exchanged) == pytest.approx((divided, exchanged))
+    assert (chunks.divided, chunks.exchanged) == pytest.approx((divided, exchanged), abs=0.01)
     alone = split_work(work, Strategy(micro_batch_tokens=4000))
     assert (alone.divided, alone.exchanged) == (0, 0)
     assert (chunks.count, chunks.tokens, chunks.peak) == (alone.count, alone.tokens, alone.peak)

@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from realrl.algorithms.sft_loss import SFTMethod
+from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
+from realrl.engine.model import make_unsharded_model
 from realrl.engine.pass_counts import PassCounts
 from realrl.families.shape import ModelShape
 from realrl.layout.sets import TrainablePart
-from realrl.model.packing import Packing
+from realrl.model import attention
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Dtype, Placement
 from realrl.plan.plan import Plan
@@ -227,13 +230,17 @@ def test_parts_of_answers_are_prefilled_again_behind_their_shared_prompt() -> No
     assert found.cached == 4 * 5 + (3 + 4) + (0 + 1 + 2 + 3)
 
 
-def test_padding_of_attention_is_counted_where_there_is_any() -> None:
-    counts = PassCounts(torch.device("cpu"))
-    packing = Packing.of([3, 2], "cpu")
-    counts.add_micro_batch(packing)
+def test_padding_of_attention_is_counted_where_there_is_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = ModelShape(
+        vocab_size=32, hidden_size=16, intermediate_size=16, layers=1, heads=2, kv_heads=1, head_dim=8
+    )
+    model = make_unsharded_model(shape, "lm", dtype=torch.float32, device=torch.device("cpu"))
+    counts, rows = model.counts, Ragged.of([torch.tensor([1, 2, 3]), torch.tensor([4, 5])])
+    batch = Batch((0, 1), {"tokens": rows, "loss_mask": Ragged(torch.ones_like(rows.values), rows.lengths)})
+    model.infer(batch, SFTMethod(), 8)
     assert read_passes(counts) == WorkDone(tokens=5, scored=5, squares=13, micro_batches=1)
-    packing.spans.pad_heads(2, 1)  # to a multiple of 8
-    counts.add_micro_batch(packing)
+    monkeypatch.setattr(attention, "on_gpu", lambda _: True)  # in float32 a GPU pads to a multiple of 8
+    model.infer(batch, SFTMethod(), 8)
     assert read_passes(counts).padded_tokens == 2 * 8 and read_passes(counts).micro_batches == 2
     counts.reset()
     assert read_passes(counts) == WorkDone(tokens=0, scored=0, squares=0)

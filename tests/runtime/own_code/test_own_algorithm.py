@@ -227,7 +227,7 @@ def test_an_algorithm_inside_the_run_directory_is_not_deleted(
         ),
         (
             "return output.logprobs.sum(), Metrics()",
-            "actor.train: data-parallel ranks have different metrics; each",
+            "actor.train: ranks with different items have different metrics; each",
         ),
     ],
 )

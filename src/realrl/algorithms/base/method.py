@@ -44,8 +44,8 @@ class Metrics:
     """Weighted means and maxima, which are combined over micro-batches and ranks.
 
     means: name -> (sum, weight); maxima: name -> value. All are zero-dimensional tensors without gradient. Every
-    data-parallel rank of a call must report the same names in the same order. A rank with nothing to add reports
-    weight 0.
+    data-parallel and context-parallel rank of a call must report the same names in the same order. A rank with
+    nothing to add reports weight 0.
     """
 
     means: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)

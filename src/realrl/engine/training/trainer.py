@@ -358,7 +358,7 @@ class Trainer:
         accumulation = self._accumulation
         # If micro-batches have collectives of ranks with other ones, ranks with fewer of them run idle passes.
         joint = model.passes_are_joint or model.layout.placement.strategy.zero > 1
-        count = len(parts) + self._lacks_last_pass(found, parts)
+        count = len(parts) + (last and self._lacks_last_pass(found, parts))
         count = model.agree_on_passes(count) if joint else count
         actions = make_1f1b_schedule(stages, count)[stage]
         for action in actions:
@@ -415,6 +415,8 @@ class Trainer:
         That cannot be a pass with peers that go on with other micro-batches. `found`: micro-batches of all
         context-parallel ranks; `own`: those of this rank.
         """
+        if self.model.layout.placement.strategy.zero > 1:
+            return False  # gradients are reduced in every pass
         ranks = self.model.groups.context.size
         alike = all(len(micro_batch.ranks) == ranks for micro_batch in found)
         return bool(found) and not alike and not (own and len(own[-1].ranks) == 1)

@@ -24,26 +24,23 @@ class Copies:
     """The row to copy, for each copy. [R]"""
     single: Tensor
     """Copies of rows that have one copy. [S]"""
-    several: Tensor
-    """Copies of rows that have several, row by row; the last copy is repeated where a row has fewer. [M, most]"""
-    counted: Tensor | None
-    """Which of `several` are not such repetitions, 1 or 0; None if all are. [M, most, 1]"""
+    several: tuple[Tensor, ...]
+    """Copies of rows that have more: their first copies, their second copies, and so on. Rows with the most copies
+    come first, so each tensor is as long as the one before, or shorter."""
 
     @classmethod
     def of(cls, sources: Tensor, count: int, device: torch.device | str) -> Self:
         """sources: [R] int64, in host memory"""
         order = sources.argsort(stable=True)
         copies = torch.bincount(sources, minlength=count)
-        ends = copies.cumsum(0)
+        firsts = copies.cumsum(0) - copies
+        single = order[firsts[copies == 1]]
         many = (copies > 1).nonzero().squeeze(-1)
-        steps = torch.arange(int(copies[many].max()) if len(many) else 1)
-        inside = steps < copies[many, None]
-        places = (ends[many] - copies[many])[:, None] + steps
-        several = order[torch.minimum(places, ends[many, None] - 1)]
-        single = order[(ends - 1)[copies == 1]]
-        tensors = [sources, single, several, inside.float()[:, :, None]]
-        sources, single, several, counted = copy_to_device(tensors, torch.device(device))
-        return cls(count, sources, single, several, None if bool(inside.all()) else counted)
+        many = many[copies[many].argsort(descending=True, stable=True)]
+        most = int(copies[many[:1]].sum())
+        several = [order[firsts[many[copies[many] > number]] + number] for number in range(most)]
+        sources, single, *several = copy_to_device([sources, single, *several], torch.device(device))
+        return cls(count, sources, single, tuple(several))
 
     def copy(self, rows: Tensor) -> Tensor:
         """[N, ...] -> [R, ...]"""
@@ -63,9 +60,10 @@ class _Copy(Function):
         flat = grad.reshape(len(grad), -1)
         out = flat.new_zeros(copies.count, flat.shape[1])
         out.index_copy_(0, copies.sources.index_select(0, copies.single), flat.index_select(0, copies.single))
-        if len(copies.several):
-            found = flat.index_select(0, copies.several.flatten()).view(*copies.several.shape, -1)
-            if copies.counted is not None:
-                found = found * copies.counted.to(found.dtype)
-            out.index_copy_(0, copies.sources.index_select(0, copies.several[:, 0]), found.sum(1))
+        if copies.several:
+            # Sums are in float32, because a row may have many copies.
+            total = flat.index_select(0, copies.several[0]).float()
+            for more in copies.several[1:]:
+                total[: len(more)] += flat.index_select(0, more)
+            out.index_copy_(0, copies.sources.index_select(0, copies.several[0]), total.to(out.dtype))
         return out.view(copies.count, *grad.shape[1:]), None

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -10,12 +11,14 @@ import numpy as np
 from realrl.config.errors import UserError
 from realrl.layout.limits import CHUNKS_PER_STAGE, LEAST_SHARED
 from realrl.plan.placement import Strategy
-from realrl.plan.pool import list_block_sizes
+from realrl.plan.pool import divide_pool, list_block_sizes
 from realrl.planner.workload.strategies import Strategies
 from realrl.planner.workload.workload import CallWork
 from realrl.program.arrays import Ints
 
 Work = TypeVar("Work")
+_SAMPLE = 128
+"""Items that represent a mini-batch when CP ranks divide it."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,7 @@ def find_load(work: CallWork, strategy: Strategy) -> Load:
     loads = []
     while True:
         runs = math.ceil(math.ceil(whole / run) / (strategy.dp * cp))
-        sequences = min(whole, cp * runs * run) * work.per_item
+        sequences = cp * min(whole, runs * run) * work.per_item
         together = min(run, max(1, int(most / (work.per_item * work.mean)))) * work.per_item
         spared = sequences * (1 - 1 / together)
         if spared * shared.tokens < LEAST_SHARED * sequences * work.mean:
@@ -185,18 +188,35 @@ def find_load(work: CallWork, strategy: Strategy) -> Load:
 
 
 def _find_division(work: CallWork, strategy: Strategy, records: int) -> tuple[float, float]:
-    """Find how much CP ranks divide sequences (`Chunks.divided`, `Chunks.exchanged`), as `plan.pool.divide_pool`
-    does at first, if the cost of an item is its number of tokens."""
-    sizes = list_block_sizes(strategy.cp)
+    """Find how much CP ranks divide sequences (`Chunks.divided`, `Chunks.exchanged`)."""
+    cp = strategy.cp
+    if cp == 1:
+        return 0.0, 0.0
     costs = [work.per_item * length for length in work.lengths]
-    most = min(strategy.micro_batch_tokens / strategy.cp, records * sum(costs) / len(costs) / strategy.cp)
-    divided = exchanged = 0.0
-    for cost in costs:
-        size = next((size for size in sizes if cost <= size * most * (1 + 1e-9)), strategy.cp)
-        if size > 1:
-            divided += cost / sum(costs)
-            exchanged += cost / sum(costs) * (size - 1) / (strategy.cp - 1)
-    return divided, exchanged
+    mean = records * sum(costs) / len(costs) / cp
+    most = min(strategy.micro_batch_tokens / cp, mean)
+    if strategy.pp > 1:
+        most = min(most, mean / (strategy.pp * CHUNKS_PER_STAGE))
+    return _divide_items(tuple(costs), min(records, _SAMPLE), mean, cp, max(1, math.ceil(most)))
+
+
+@lru_cache(maxsize=4096)
+def _divide_items(
+    costs: tuple[int, ...], records: int, mean: float, cp: int, most: int
+) -> tuple[float, float]:
+    """Divide items by `divide_pool`, as the engine does, as if their costs were numbers of tokens. If the load of a
+    rank, `mean`, is that of more than `records` items, they only have to fit a rank."""
+    items = [costs[(2 * i + 1) * len(costs) // (2 * records)] for i in range(records)]
+    if mean * cp > 1.5 * sum(items):
+        sizes = list_block_sizes(cp)
+        shares = [(next((size for size in sizes if cost <= size * most), cp), cost) for cost in items]
+    else:
+        shares = [
+            (len(share.ranks), items[i]) for share in divide_pool(items, items, cp, most) for i in share.items
+        ]
+    divided = sum(cost for size, cost in shares if size > 1)
+    exchanged = sum(cost * (size - 1) / (cp - 1) for size, cost in shares)
+    return divided / sum(items), exchanged / sum(items)
 
 
 def records_per_rank(work: CallWork, strategy: Strategy) -> int:

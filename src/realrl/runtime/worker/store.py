@@ -6,6 +6,7 @@ from realrl.data.balance import assign, partition_samples, partition_shared
 from realrl.data.batch import KEY_DTYPES, Batch, Ragged
 from realrl.dataflow.call import Call, Kind, can_share_prompts
 from realrl.dataflow.graph import DataflowGraph
+from realrl.layout.limits import LEAST_SHARED
 from realrl.plan.plan import Plan
 
 
@@ -124,14 +125,23 @@ class Store:
 
     def _count_shared(self, call: Call, items: list[int], costs: list[int]) -> list[int]:
         """Count the tokens of each item that a call computes once for all samples of a prompt. They are only
-        expected, because agents write prompts of their own. `costs`: all tokens of the items."""
+        expected, because agents write prompts of their own. `costs`: all tokens of the items.
+
+        A prompt is computed more than once if a micro-batch does not have room for all of its samples. Its tokens
+        count in proportion.
+        """
+        strategy = self.plan[call.name].strategy
         shares = not call.is_function and can_share_prompts(call.candidates)
         producers = [self.graph.producer(self.graph.length_key(key) or key) for key in call.work]
         sampled = sum(producer is not None and producer.kind is Kind.GENERATE for producer in producers)
         if not shares or not sampled or self.samples == 1 or "prompts" not in self.lengths:
             return [0] * len(items)
-        prompts = self.row_lengths("prompts", items)
-        return [min(sampled * length, cost) for length, cost in zip(prompts, costs, strict=True)]
+        found = []
+        for length, cost in zip(self.row_lengths("prompts", items), costs, strict=True):
+            together = max(1, min(self.samples, strategy.micro_batch_tokens // strategy.cp // cost))
+            shared = round(min(sampled * length, cost) * (1 - 1 / together))
+            found.append(shared if shared >= LEAST_SHARED * cost else 0)
+        return found
 
     def items(self, call: Call, dp: int) -> list[int]:
         """List the ids of all items that a data-parallel rank of `call` processes, in ascending order."""
