@@ -51,7 +51,7 @@ from realrl.program.memory import StoredModel
 from realrl.recipe.optimizer import OptimizerConfig
 from realrl.runtime.processes.process import Process
 
-Divide = Callable[[Sequence[int], Sequence[float], int, int], list[Share]]
+Divide = Callable[..., list[Share]]
 
 CALL = Call("actor.train", "actor", Kind.TRAIN, ("tokens",), work=("tokens",))
 MEDIAN, SIGMA = 3000, 1.4
@@ -76,7 +76,9 @@ def draw(
     return [max(2, round(scale * min(longest, length))) for length in drawn]
 
 
-def divide_all(tokens: Sequence[int], costs: Sequence[float], ranks: int, most: int) -> list[Share]:
+def divide_all(
+    tokens: Sequence[int], costs: Sequence[float], ranks: int, most: int, alone: Sequence[float] | None = None
+) -> list[Share]:
     """Let all ranks divide every item."""
     return [Share(range(ranks), [*range(len(tokens))])]
 

@@ -96,3 +96,28 @@ def test_micro_batches_keep_samples_of_a_prompt_together(stages: int) -> None:
     # A pipeline has at least four micro-batches of about equal size, so it splits some groups.
     assert sum(tokens for _, tokens in parts) == whole - (12 if stages == 1 else 10) * 20
     assert len(parts) >= 2 * stages
+
+
+def test_ranks_of_a_pool_do_not_divide_samples_whose_prompt_they_would_compute_more_often() -> None:
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(0, 100, (60,), generator=generator) for _ in range(3)]
+    rows = [
+        torch.cat((prompts[i // 8], torch.randint(0, 100, (1 + i % 5,), generator=generator)))
+        for i in range(24)
+    ]
+    items = HostItems.of(Ragged.of(rows), Batch(tuple(range(24)), {}), ())
+    found = split_items(items, max_tokens=4000, stages=1, shares=True, ranks=4)
+    assert all(len(part.ranks) == 1 for part in found)
+    # Units have at most the mean number of tokens, so a prompt is computed twice, or once more.
+    assert sum(part.tokens for part in found) < sum(map(len, rows)) / 2
+    divided = split_items(items, max_tokens=4000, stages=1, shares=False, ranks=4)
+    assert sum(part.tokens for part in divided) == sum(map(len, rows))
+
+
+def test_whole_groups_do_not_leave_micro_batches_half_empty() -> None:
+    """Groups of a little more than half a micro-batch: some are halved to fill what others leave."""
+    rows = [torch.cat((torch.full((40,), i // 8), torch.full((60,), 1000 + i))) for i in range(8 * 16)]
+    items = HostItems.of(Ragged.of(rows), Batch(tuple(range(len(rows))), {}), ())
+    found = split_items(items, max_tokens=1500, stages=1, shares=True)
+    assert len(found) <= 10  # 12,800 tokens
+    assert sum(part.tokens for part in found) < 0.75 * 12800

@@ -95,7 +95,7 @@ def nobody_else() -> Iterator[Messages]:
         # A rank that is alone has only its own outputs, so it divides every micro-batch with its peers.
         patch.setattr(
             "realrl.engine.micro_batches.divide_pool",
-            lambda tokens, costs, ranks, most: [Share(range(ranks), [*range(len(tokens))])],
+            lambda tokens, costs, ranks, *_: [Share(range(ranks), [*range(len(tokens))])],
         )
         patch.setattr("realrl.engine.model.gather_outputs", lambda found, *_: found)
         yield found
