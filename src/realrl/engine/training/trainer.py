@@ -353,6 +353,7 @@ class Trainer:
         stages = model.groups.pipeline.size
         gradients = model.receive_gradients(tokens) if self._has_backward else None
         metrics = Metrics()
+        minibatch = _MiniBatch(batch, items, weight, sequences, metrics)
         loss = torch.zeros((), dtype=torch.float64, device=model.device)
         passes: dict[int, _Pass] = {}
         accumulation = self._accumulation
@@ -377,17 +378,7 @@ class Trainer:
                     result.backward(torch.zeros_like(result))
                     accumulation.finish_backward()
             elif action.kind == "F":
-                done = self._forward(
-                    parts[action.micro_batch],
-                    batch,
-                    method,
-                    options,
-                    next(received),
-                    weight,
-                    sequences,
-                    metrics,
-                    items,
-                )
+                done = self._forward(parts[action.micro_batch], minibatch, method, options, next(received))
                 if model.shard.last and model.reports(parts[action.micro_batch]):
                     loss += done.result.detach()
                 if self._has_backward:
@@ -424,25 +415,22 @@ class Trainer:
     def _forward(
         self,
         micro_batch: MicroBatch,
-        batch: Batch,
+        minibatch: "_MiniBatch",
         method: TrainMethod,
         options: TrainOptions,
         received: Tensor | None,
-        weight: Tensor,
-        sequences: Tensor,
-        metrics: Metrics,
-        items: HostItems,
     ) -> "_Pass":
-        """Run the forward pass of a micro-batch of `batch`, which `items` has on the host."""
+        """Run the forward pass of a micro-batch, and add its metrics to those of the mini-batch."""
         model = self.model
-        part, items = batch.select(micro_batch.items), items.select(micro_batch.items)
+        part = minibatch.batch.select(micro_batch.items)
+        items = minibatch.items.select(micro_batch.items)
         rows = method.sequences(part)
         packing = model.pack(rows, micro_batch)
         if received is not None:
             received.requires_grad_(self._sends_gradients)
         routing = items.make_routing(model.shard, packing)
         if self._balance is not None:
-            routing = self._balance.route(routing, packing, sequences)
+            routing = self._balance.route(routing, packing, minibatch.sequences)
         hidden = model.forward(rows, packing, received, recompute=options.recompute, routing=routing)
         if not model.shard.last:
             model.pipeline.send(hidden)
@@ -451,8 +439,8 @@ class Trainer:
         output = model.compute_output(hidden, rows, packing, entropy=method.entropy, candidates=ids)
         loss, part_metrics = method.loss(part, output)
         if model.reports(micro_batch):
-            metrics.update(part_metrics)
-        return _Pass(received, loss / weight)
+            minibatch.metrics.update(part_metrics)
+        return _Pass(received, loss / minibatch.weight)
 
     def _backward(self, done: "_Pass", gradient: Tensor | None) -> None:
         done.result.backward(gradient)
@@ -465,6 +453,21 @@ class Trainer:
 
 def _is_finite(metrics: Metrics) -> bool:
     return all(isfinite(float(total)) for total, _ in metrics.means.values())
+
+
+@dataclass(frozen=True, eq=False)
+class _MiniBatch:
+    """Mini-batch of this rank."""
+
+    batch: Batch
+    items: HostItems
+    """The same items on the host."""
+    weight: Tensor
+    """Weight that losses are divided by."""
+    sequences: Tensor
+    """Number of sequences of the mini-batch on all data-parallel ranks."""
+    metrics: Metrics
+    """Metrics of the micro-batches so far that this rank reports."""
 
 
 @dataclass(frozen=True, eq=False)
