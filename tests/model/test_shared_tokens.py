@@ -42,7 +42,7 @@ def pack(*, shared: bool) -> Packing:
 
 
 def test_common_tokens_are_packed_once() -> None:
-    shared = pack(shared=True).shared
+    shared = pack(shared=True).common
     assert shared is not None
     tokens = make_tokens()
     packed = tokens[shared.kept]
@@ -80,10 +80,10 @@ def test_attention(rule: AttentionRule, path: str, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(attention, "on_gpu", lambda _: True)
     torch.manual_seed(0)
     packing = pack(shared=True)
-    assert packing.shared is not None
+    assert packing.common is not None
     x = torch.randn(len(packing.positions), (4 + 2 * 2) * 8, requires_grad=True)
-    out = packing.shared.whole.copy(attention.varlen_attention(x, packing, 4, 2, rule, exact=exact))
-    whole = packing.shared.whole.copy(x)
+    out = packing.common.whole.copy(attention.varlen_attention(x, packing, 4, 2, rule, exact=exact))
+    whole = packing.common.whole.copy(x)
     expected = attention.varlen_attention(whole, pack(shared=False), 4, 2, rule, exact=exact)
     if exact:
         assert torch.equal(out, expected)
@@ -113,8 +113,8 @@ class Results:
             routing = BalancedRouting(
                 LIKELIEST,
                 self.counts,
-                rows=packing.rows if packing.shared is None else packing.shared.parts,
-                members=None if packing.shared is None else packing.shared.members,
+                rows=packing.rows if packing.common is None else packing.common.parts,
+                members=None if packing.common is None else packing.common.members,
                 lengths=packing.starts.diff(),
                 coefficient=torch.tensor(3.0),
             )

@@ -56,20 +56,21 @@ def split_items(
 
     `ranks`: number of context-parallel ranks. Each micro-batch is computed by as many of them as it needs, so that
     none has more than its part of `max_tokens`, and all have about the same work (see `divide_pool`). A rank's
-    micro-batches are in the order in which it computes them. `attention_cost`: time to attend to one token,
-    relative to all other work on a token.
+    micro-batches are in the order in which it computes them. `attention_cost`: see
+    `estimate_attention_cost`.
     """
     if not len(items):
         return []
     rows = _Rows.of(items, shares=shares, attention_cost=attention_cost)
     mean = -(-sum(rows.tokens) // ranks)
     most = max(1, min(max_tokens // ranks, mean))
+    if stages > 1:
+        most = min(most, -(-mean // (stages * CHUNKS_PER_STAGE)))
     if ranks > 1:
-        most = min(most, -(-mean // (stages * CHUNKS_PER_STAGE))) if stages > 1 else most
         return rows.divide(ranks, most)
     if stages == 1:
         return rows.pack(max_tokens)
-    units = rows.join(min(most, -(-mean // (stages * CHUNKS_PER_STAGE))))
+    units = rows.join(most)
     loads = [rows.count(unit) for unit in units]
     groups = even_micro_batches(loads, max_tokens, stages=stages, per_stage=CHUNKS_PER_STAGE)
     return [rows.make([units[i] for i in group]) for group in groups]

@@ -100,11 +100,11 @@ def count_layer_weights(shape: ModelShape) -> int:
 
 
 def estimate_attention_cost(shape: ModelShape) -> float:
-    """Estimate the time to attend to one token, relative to that of all products for a token in an average layer.
+    """Estimate a in the time n + a * n² of a sequence of n tokens, in units of the products of one token.
 
-    Attention over n tokens takes n * heads * head_dim FLOPs per token, and products take 2 FLOPs per parameter, of
-    which half count here for the causal mask. A GPU needs 1.4 to 2.0 times as long for a FLOP of attention
-    (predicted for A100 and H100).
+    In a layer, causal attention takes 2 * heads * head_dim * n² FLOPs, and products take 2 FLOPs per parameter and
+    token. A GPU needs 1.4 to 2.0 times as long for a FLOP of attention as for one of products (predicted for A100
+    and H100).
     """
     return 1.6 * shape.layers * shape.heads * shape.head_dim / count_matrix_weights(shape)
 

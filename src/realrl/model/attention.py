@@ -221,16 +221,16 @@ def varlen_attention(
 
     qkv: [U, (heads + 2 kv_heads) * D], queries first, then keys, then values -> [U, heads * D]; U: see `Packing`
     """
-    shared, of = packing.shared, _Attention(packing.spans, heads, kv_heads, rule)
-    if shared is None:
+    common, of = packing.common, _Attention(packing.spans, heads, kv_heads, rule)
+    if common is None:
         return _attend(qkv, None, of, exact=exact)
     width = qkv.shape[1] // (heads + 2 * kv_heads) * heads
     if on_gpu(qkv) and not _reads_packed(qkv, width // heads, rule):
         # Padded layouts have whole sequences.
-        out = _attend(shared.whole.copy(qkv), None, of, exact=exact)
-        return out.index_select(0, shared.kept)
-    kv = shared.keys.copy(qkv[:, width:])
-    return _attend(qkv[:, :width], kv, replace(of, spans=shared.spans), exact=exact)
+        out = _attend(common.whole.copy(qkv), None, of, exact=exact)
+        return out.index_select(0, common.kept)
+    kv = common.keys.copy(qkv[:, width:])
+    return _attend(qkv[:, :width], kv, replace(of, spans=common.spans), exact=exact)
 
 
 def attend_to_spans(

@@ -255,7 +255,7 @@ class SharedTokens:
 @dataclass(frozen=True, eq=False)
 class Packing:
     """B sequences stored back to back, T tokens in all. If some begin alike, passes may compute their common tokens
-    only once (`shared`), U tokens in all. Otherwise U is T.
+    only once (`common`), U tokens in all. Otherwise U is T.
 
     positions: [U], position of each computed token within its sequence. cu_seqlens: [B + 1] int32, the start of
     each sequence among the T tokens, and T. target_indices: computed tokens except the first of each sequence.
@@ -268,7 +268,7 @@ class Packing:
     target_indices: Tensor
     share: TokenShare | None = None
     """Tokens of this rank, if context-parallel ranks divide the tokens."""
-    shared: SharedTokens | None = None
+    common: SharedTokens | None = None
     """The computed tokens, if common beginnings are computed once."""
 
     @classmethod
@@ -293,7 +293,6 @@ class Packing:
             positions = positions[layout.kept]
         # Every token except the first of its sequence is the target of a prediction.
         targets = positions.nonzero().squeeze(-1)
-        shared = None if layout is None else layout.move(targets, device)
         tensors = [positions, starts.int(), targets]
         positions, cu_seqlens, target_indices = copy_to_device(tensors, torch.device(device))
         return cls(
@@ -302,7 +301,7 @@ class Packing:
             cu_seqlens=cu_seqlens,
             target_indices=target_indices,
             share=TokenShare(lengths, device, group) if group is not None and divided else None,
-            shared=shared,
+            common=None if layout is None else layout.move(targets, device),
         )
 
     @cached_property
@@ -329,7 +328,7 @@ class Packing:
         """
         if self.share is not None:
             return self.share.select(values, padding)
-        return values if self.shared is None else values.index_select(0, self.shared.kept)
+        return values if self.common is None else values.index_select(0, self.common.kept)
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ class Transformer(nn.Module):
         """Run one stage over packed sequences; returns [T, H], after the final norm on the last stage.
 
         x: [T] tokens on the first stage, otherwise the output of the stage before. Hidden states have one row for
-        each token that this rank computes, which may be fewer than all (`packing.shared`, `packing.share`); T is
+        each token that this rank computes, which may be fewer than all (`packing.common`, `packing.share`); T is
         their number. With sequence parallelism, hidden states between stages and before the head have ceil(T / tp)
         rows per rank. With `recompute`, only the inputs of layers are kept; the backward pass computes each layer
         again, communication of TP and CP ranks included.
@@ -366,7 +366,7 @@ class Transformer(nn.Module):
         hidden: as returned by `forward`; tokens: [T]; candidates: [T, k] or None -> [T] float32, entropies
         [T] float32 without gradient or None, candidates' log-probabilities [T, k] float32 or None
         """
-        assert candidates is None or packing.shared is None, "each sequence has candidates of its own"
+        assert candidates is None or packing.common is None, "each sequence has candidates of its own"
         targets, predicting, wanted = self._predict(hidden, tokens, packing)
         if candidates is not None:
             wanted = torch.cat([wanted, candidates[targets]], 1)
@@ -421,7 +421,7 @@ class Transformer(nn.Module):
         if cp is not None:
             return cp.combine(values, places)
         found = values.new_zeros(len(packing.positions), *values.shape[1:]).index_copy_(0, places, values)
-        return found if packing.shared is None else packing.shared.whole.copy(found)
+        return found if packing.common is None else packing.common.whole.copy(found)
 
     def _predict(self, hidden: Tensor, tokens: Tensor, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
         """Select the N predicted positions, the hidden states that predict them, and the tokens at these positions.
@@ -433,8 +433,8 @@ class Transformer(nn.Module):
         # Position t - 1 predicts token t.
         if packing.share is not None:
             targets, predicting = packing.share.targets, hidden.index_select(0, packing.share.predicting)
-        elif packing.shared is not None:
-            targets, predicting = packing.target_indices, packing.shared.predicting.copy(hidden)
+        elif packing.common is not None:
+            targets, predicting = packing.target_indices, packing.common.predicting.copy(hidden)
             tokens = packing.select(tokens)
         else:
             targets = packing.target_indices
@@ -457,7 +457,7 @@ class Transformer(nn.Module):
         else:
             values = (hidden @ self.scalar_head.float().T).squeeze(-1)
         if packing.share is None:
-            return values if packing.shared is None else packing.shared.whole.copy(values)
+            return values if packing.common is None else packing.common.whole.copy(values)
         real = packing.share.real
         return self._combine(
             values.index_select(0, real), packing.share.places.index_select(0, real), packing

@@ -295,7 +295,7 @@ def test_tokens_hardly_depend_on_the_number_of_processes(
     for alone, together in zip(read_steps(finished["ppo"]), read_steps(finished_on_two), strict=True):
         for call in PPO_CALLS:
             counted = [m[f"perf/{call}/tokens_per_s"] * m[f"perf/{call}/seconds"] for m in (alone, together)]
-            # Prompts that begin alike are computed together only if they are on the same rank.
+            # Rows that begin alike are computed together only if they are neighbours on a rank.
             generates = call == "actor.generate"
             assert counted[0] == pytest.approx(counted[1], rel=1e-3 if generates else 0.05)
 

@@ -49,12 +49,12 @@ class ExpertBalance:
         if packing.share is not None:
             rows = packing.share.rows
         else:
-            rows = packing.rows if packing.shared is None else packing.shared.parts
+            rows = packing.rows if packing.common is None else packing.common.parts
         return BalancedRouting(
             inner,
             self._counts,
             rows=rows,
-            members=None if packing.shared is None else packing.shared.members,
+            members=None if packing.common is None else packing.common.members,
             lengths=packing.starts.diff(),
             coefficient=coefficient,
             group=group,

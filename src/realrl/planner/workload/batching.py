@@ -204,8 +204,12 @@ def _find_division(work: CallWork, strategy: Strategy, records: int) -> tuple[fl
 def _divide_items(
     costs: tuple[int, ...], records: int, mean: float, cp: int, most: int
 ) -> tuple[float, float]:
-    """Divide items by `divide_pool`, as the engine does, as if their costs were numbers of tokens. If the load of a
-    rank, `mean`, is that of more than `records` items, they only have to fit a rank."""
+    """Divide `records` items among `cp` ranks by `divide_pool`, as the engine does. But here, time is proportional
+    to tokens.
+
+    `mean` is the load of a rank. If it is higher than these items cause, they stand for more items. Many items are
+    easily balanced, so then an item is only divided if it does not fit into one rank.
+    """
     items = [costs[(2 * i + 1) * len(costs) // (2 * records)] for i in range(records)]
     if mean * cp > 1.5 * sum(items):
         sizes = list_block_sizes(cp)

@@ -138,7 +138,7 @@ class Store:
             return [0] * len(items)
         found = []
         for length, cost in zip(self.row_lengths("prompts", items), costs, strict=True):
-            together = max(1, min(self.samples, strategy.micro_batch_tokens // strategy.cp // cost))
+            together = max(1, min(self.samples, strategy.micro_batch_tokens // strategy.cp // max(1, cost)))
             shared = round(min(sampled * length, cost) * (1 - 1 / together))
             found.append(shared if shared >= LEAST_SHARED * cost else 0)
         return found
