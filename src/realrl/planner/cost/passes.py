@@ -6,6 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
+from realrl.families.sizes import estimate_attention_cost
 from realrl.layout.limits import GATHER_STAGES, bucket_count
 from realrl.planner.cost.call_context import CallContext
 from realrl.planner.cost.network import Ring
@@ -62,7 +63,7 @@ def cost_training(context: CallContext) -> Mapping[str, Floats]:
     timing = context.timing
     strategies = context.strategies
     work = context.work
-    chunks = split_all_work(work, strategies)
+    chunks = split_all_work(work, strategies, estimate_attention_cost(timing.sizes.shape))
     size = BatchSize.of(chunks, strategies)
     tokens = size.tokens
     trained = timing.sizes.trained
@@ -278,7 +279,8 @@ def _cost_parameter_gather(context: CallContext, runs: Sequence[_Run], update: R
 
 def cost_inference(context: CallContext) -> Mapping[str, Floats]:
     timing = context.timing
-    chunks = split_all_work(context.work, context.strategies)
+    attention_cost = estimate_attention_cost(timing.sizes.shape)
+    chunks = split_all_work(context.work, context.strategies, attention_cost)
     size = BatchSize.of(chunks, context.strategies)
     selects = context.candidates is not None and context.candidates.ids is None
     outside = OutsideLayers(

@@ -11,6 +11,7 @@ import numpy as np
 from realrl.config.errors import UserError
 from realrl.config.values import format_bytes
 from realrl.dataflow.call import Call, Kind
+from realrl.families.sizes import estimate_attention_cost
 from realrl.layout.limits import bucket_count, message_limits
 from realrl.layout.sets import BASE, element_width
 from realrl.plan.cluster import Cluster
@@ -181,7 +182,7 @@ class MemoryModel:
             generation = split_generations(work, strategies, cpu=cpu)
             chunks = generation.passes
         else:
-            chunks = split_all_work(work, strategies)
+            chunks = split_all_work(work, strategies, estimate_attention_cost(model.shape))
         whole_tokens = chunks.peak.tokens
         tokens = whole_tokens / strategies.cp
         sizes = size_shards(model, strategies.tp, strategies.ep)

@@ -12,6 +12,7 @@ from realrl.config.errors import UserError
 from realrl.layout.limits import CHUNKS_PER_STAGE, LEAST_SHARED
 from realrl.plan.placement import Strategy
 from realrl.plan.pool import divide_pool, list_block_sizes
+from realrl.planner.workload.imbalance import Imbalance, find_imbalance
 from realrl.planner.workload.strategies import Strategies
 from realrl.planner.workload.workload import CallWork
 from realrl.program.arrays import Ints
@@ -45,12 +46,10 @@ class Chunks:
     """
 
     count: Any
-    sequences: Any
-    """Mean number of sequences of a chunk on the busiest rank."""
     tokens: Any
-    """Mean number of tokens of a chunk."""
+    """Mean number of tokens of a chunk on the busiest rank."""
     squares: Any
-    """Mean over chunks of the sum of squared sequence lengths."""
+    """Mean over its chunks of the sum of squared sequence lengths."""
     divided: Any = 0.0
     """Share of the tokens whose chunks several CP ranks divide."""
     exchanged: Any = 0.0
@@ -83,13 +82,14 @@ def _gather(values: Sequence[Any], where: Ints) -> Any:
     return np.array(values)[where]
 
 
-def split_all_work(work: CallWork, strategies: Strategies) -> Chunks:
+def split_all_work(work: CallWork, strategies: Strategies, attention_cost: float) -> Chunks:
     """Split a mini-batch under each strategy (`split_work`)."""
-    return split_each(strategies, lambda strategy: split_work(work, strategy))
+    return split_each(strategies, lambda strategy: split_work(work, strategy, attention_cost))
 
 
-def split_work(work: CallWork, strategy: Strategy) -> Chunks:
-    """Split one mini-batch into micro-batches, as `engine.micro_batches.split_items` does.
+def split_work(work: CallWork, strategy: Strategy, attention_cost: float = 0.0) -> Chunks:
+    """Split one mini-batch into micro-batches, as `engine.micro_batches.split_items` does. `attention_cost`: see
+    `families.sizes.estimate_attention_cost`.
 
     A chunk has at most `micro_batch_tokens` tokens, unless one record is longer. Raises UserError if a rank would
     get no record.
@@ -124,103 +124,139 @@ def split_work(work: CallWork, strategy: Strategy) -> Chunks:
     else:
         most = max(longest, min(total, budget)) * len(first) / sum(first)
     long = tuple(cost // work.per_item for cost in first)
-    load = find_load(work, strategy)
+    load = find_load(work, strategy, attention_cost)
     return Chunks(
         count=count,
-        sequences=load.sequences / count,
-        tokens=load.tokens / count,
-        squares=load.squares / count,
-        divided=load.divided,
-        exchanged=load.exchanged,
+        tokens=load.tokens * load.busiest.tokens / count,
+        squares=load.squares * load.busiest.squares / count,
+        divided=load.division.divided,
+        exchanged=load.division.exchanged,
         peak=PeakChunk(most * work.per_item, long),
     )
 
 
 @dataclass(frozen=True)
+class Division:
+    """How CP ranks divide the sequences of a mini-batch."""
+
+    divided: float = 0.0
+    """See `Chunks`."""
+    exchanged: float = 0.0
+    """See `Chunks`."""
+    busiest: float = 1.0
+    """Work of the busiest CP rank, relative to the mean."""
+
+
+@dataclass(frozen=True)
 class Load:
-    """Work of the busiest DP rank in a mini-batch. A prompt counts once for samples that are computed together."""
+    """Work of a DP rank in a mini-batch, with all its CP peers. A prompt counts once for samples that are computed
+    together."""
 
     sequences: float
     tokens: float
     squares: float
     """Sum of squared sequence lengths."""
-    divided: float = 0.0
-    """See `Chunks`."""
-    exchanged: float = 0.0
-    """See `Chunks`."""
+    busiest: Imbalance
+    """Work of the busiest DP rank, relative to this mean."""
+    division: Division
 
 
-def find_load(work: CallWork, strategy: Strategy) -> Load:
-    """Find the load of the busiest DP rank, with all its CP peers, as `data.balance.partition_shared` and
-    `engine.micro_batches` divide items of mean length. Raises UserError if a rank would get no record."""
-    records, shared, cp = records_per_rank(work, strategy), work.shared, strategy.cp
-    divided, exchanged = _find_division(work, strategy, records)
+def find_load(work: CallWork, strategy: Strategy, attention_cost: float = 0.0) -> Load:
+    """Find the load of DP ranks, as `data.balance.partition_shared` and `engine.micro_batches` divide items.
+
+    `attention_cost`: see `families.sizes.estimate_attention_cost`. Raises UserError if a rank would get no record.
+    """
+    records_per_rank(work, strategy)
+    whole, shared = work.items // work.minibatches, work.shared
+    sequences = work.items / work.minibatches / strategy.dp * work.per_item
+    division = _find_division(work, strategy, attention_cost)
+
+    def find_busiest(run: int) -> Imbalance:
+        # CP ranks divide long sequences, but not runs.
+        alike = work.lengths[0] == work.lengths[-1]
+        ranks = strategy.dp * (strategy.cp if alike and shared is not None else 1)
+        found = find_imbalance(
+            work.lengths,
+            whole,
+            ranks,
+            attention_cost=attention_cost,
+            per_record=work.per_item,
+            run=run,
+            longest=work.longest_of_minibatch,
+        )
+        return Imbalance(max(found.tokens, division.busiest), max(found.squares, division.busiest))
+
     if shared is None:
-        sequences = records * work.per_item
-        return Load(sequences, sequences * work.mean, sequences * work.mean_square, divided, exchanged)
-    whole = work.items // work.minibatches
-    most = strategy.micro_batch_tokens / cp
+        return Load(sequences, sequences * work.mean, sequences * work.mean_square, find_busiest(1), division)
+    most, mean = strategy.micro_batch_tokens / strategy.cp, sequences * work.mean / strategy.cp
+    if strategy.cp > 1:
+        most = min(most, mean)
     if strategy.pp > 1:
-        most = min(most, records * work.per_item * work.mean / (cp * strategy.pp * CHUNKS_PER_STAGE))
+        most = min(most, mean / (strategy.pp * CHUNKS_PER_STAGE))
     # Samples of a prompt stay together in runs. A micro-batch may have room for a part of a run.
     run = work.samples
     loads = []
     while True:
-        runs = math.ceil(math.ceil(whole / run) / (strategy.dp * cp))
-        sequences = cp * min(whole, runs * run) * work.per_item
         together = min(run, max(1, int(most / (work.per_item * work.mean)))) * work.per_item
         spared = sequences * (1 - 1 / together)
         if spared * shared.tokens < LEAST_SHARED * sequences * work.mean:
             spared = 0.0
-        spared *= 1 - divided
+        spared *= 1 - division.divided
         loads.append(
             Load(
                 sequences,
                 sequences * work.mean - spared * shared.tokens,
                 sequences * work.mean_square - spared * shared.squares,
-                divided,
-                exchanged,
+                find_busiest(run),
+                division,
             )
         )
         if run == 1:
-            return min(loads, key=lambda load: load.tokens)
+            return min(loads, key=lambda load: load.tokens * load.busiest.tokens)
         run = -(-run // 2)
 
 
-def _find_division(work: CallWork, strategy: Strategy, records: int) -> tuple[float, float]:
-    """Find how much CP ranks divide sequences (`Chunks.divided`, `Chunks.exchanged`)."""
+def _find_division(work: CallWork, strategy: Strategy, attention_cost: float) -> Division:
+    """Find how much CP ranks divide sequences."""
     cp = strategy.cp
     if cp == 1:
-        return 0.0, 0.0
+        return Division()
+    records = records_per_rank(work, strategy)
     costs = [work.per_item * length for length in work.lengths]
     mean = records * sum(costs) / len(costs) / cp
     most = min(strategy.micro_batch_tokens / cp, mean)
     if strategy.pp > 1:
         most = min(most, mean / (strategy.pp * CHUNKS_PER_STAGE))
-    return _divide_items(tuple(costs), min(records, _SAMPLE), mean, cp, max(1, math.ceil(most)))
+    few = min(records, _SAMPLE)
+    return _divide_items(tuple(costs), few, mean, cp, max(1, math.ceil(most)), attention_cost / work.per_item)
 
 
 @lru_cache(maxsize=4096)
 def _divide_items(
-    costs: tuple[int, ...], records: int, mean: float, cp: int, most: int
-) -> tuple[float, float]:
-    """Divide `records` items among `cp` ranks by `divide_pool`, as the engine does. But here, time is proportional
-    to tokens.
+    costs: tuple[int, ...], records: int, mean: float, cp: int, most: int, attention_cost: float
+) -> Division:
+    """Divide `records` items among `cp` ranks by `divide_pool`, as the engine does.
 
     `mean` is the load of a rank. If it is higher than these items cause, they stand for more items. Many items are
     easily balanced, so then an item is only divided if it does not fit into one rank.
     """
     items = [costs[(2 * i + 1) * len(costs) // (2 * records)] for i in range(records)]
+    busiest = 1.0
     if mean * cp > 1.5 * sum(items):
         sizes = list_block_sizes(cp)
         shares = [(next((size for size in sizes if cost <= size * most), cp), cost) for cost in items]
     else:
-        shares = [
-            (len(share.ranks), items[i]) for share in divide_pool(items, items, cp, most) for i in share.items
-        ]
+        times = [tokens + attention_cost * tokens**2 for tokens in items]
+        loads = [0.0] * cp
+        shares = []
+        for share in divide_pool(items, times, cp, most):
+            shares += [(len(share.ranks), items[i]) for i in share.items]
+            for rank in share.ranks:
+                loads[rank] += sum(times[i] for i in share.items) / len(share.ranks)
+        busiest = max(loads) * cp / sum(loads)
     divided = sum(cost for size, cost in shares if size > 1)
     exchanged = sum(cost * (size - 1) / (cp - 1) for size, cost in shares)
-    return divided / sum(items), exchanged / sum(items)
+    return Division(divided / sum(items), exchanged / sum(items), busiest)
 
 
 def records_per_rank(work: CallWork, strategy: Strategy) -> int:

@@ -4,7 +4,7 @@ from realrl.dataflow.call import Call, Kind
 from realrl.families.adapters import LORA_A, LORA_B
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
-from realrl.families.sizes import count_matrix_weights
+from realrl.families.sizes import count_matrix_weights, estimate_attention_cost
 from realrl.plan.placement import Strategy
 from realrl.planner.workload.batching import find_load
 from realrl.planner.workload.windows import average_squares
@@ -22,7 +22,7 @@ def count_flops(call: Call, model: StoredModel | None, workload: Workload, strat
     work = workload.work(call)
     if call.kind is Kind.GENERATE:
         return work.sequences * _generated(model, work)
-    load = find_load(work, strategy)
+    load = find_load(work, strategy, estimate_attention_cost(model.shape))
     tokens, squares = load.tokens / load.sequences, load.squares / load.sequences
     each = count_pass_flops(model, call.kind, tokens=tokens, scored=tokens, squares=squares)
     return work.passes * work.sequences * each

@@ -104,7 +104,6 @@ def _split_prompts(work: CallWork, sizes: GenerationRows, budget: int) -> Chunks
         peak = PeakChunk(1, (again,))
     return Chunks(
         count=passes,
-        sequences=prompts / passes,
         tokens=prompts * mean / passes,
         squares=prompts * sum(n * n for n in lengths) / len(lengths) / passes,
         peak=peak,

@@ -119,6 +119,9 @@ class CallWork:
     """Optimizer steps per pass."""
     passes: int
     """Number of times that the call processes all sequences."""
+    longest_sequence: int = 0
+    """Expected tokens of the longest sequence of a step, which `lengths` may lack. 0 if it is unknown, and if the
+    call generates."""
     episode: int = 0
     """Longest answer, in tokens, from which a train call computes experience, such as advantages. 0 for all other
     calls."""
@@ -149,6 +152,18 @@ class CallWork:
         return (
             self.per_item * BLOCK_TOKENS * (count_prompt_blocks(max(self.lengths)) + count_blocks(self.room))
         )
+
+    @property
+    def longest_of_minibatch(self) -> int:
+        """Expected tokens of the longest sequence of a mini-batch: that of a step, or less, because fewer sequences
+        are rarely as long. It grows with the logarithm of their number, as for an exponential distribution."""
+        most, known = self.longest_sequence, max(self.lengths)
+        count, all_of_them = (
+            n * self.per_item / len(self.lengths) for n in (self.items // self.minibatches, self.items)
+        )
+        if most <= known or count <= 1:
+            return known
+        return round(known + (most - known) * math.log(count) / math.log(all_of_them))
 
     @property
     def capacity(self) -> int:
@@ -285,6 +300,7 @@ class Workload:
             room=0,
             minibatches=call.minibatches,
             passes=passes,
+            longest_sequence=0 if all(of_prompts) or not any(self.answers) else self._longest_sequence,
             episode=self.longest_answer if call.name in self.experience_calls else 0,
             per_item=len(call.work),
             samples=self.samples,
@@ -322,6 +338,11 @@ class Workload:
     def longest_answer(self) -> int:
         """Expected length of the longest answer of a step."""
         return max(self.longest, *self.answers)
+
+    @property
+    def _longest_sequence(self) -> int:
+        """Expected length of the longest prompt with its answer."""
+        return round(sum(self.prompts) / len(self.prompts)) + self.longest_answer
 
     @cached_property
     def pairs(self) -> tuple[tuple[int, int], ...]:

@@ -86,7 +86,8 @@ class Evaluation:
         answers: list[Answer] = []
         program = self._phase.programs[self._process.rank]
         for records in self._batches:
-            store = Store(self._phase.graph, self._phase.plan, self._samples)
+            phase = self._phase
+            store = Store(phase.graph, phase.plan, self._samples, phase.attention_costs)
             # The samples of a prompt are consecutive items: prompt = item // samples.
             indices = [i for i in records for _ in range(self._samples)]
             step = StepInput(

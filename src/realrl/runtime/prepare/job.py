@@ -15,6 +15,7 @@ from realrl.dataflow.replay import add_router_replay, find_replaying_roles
 from realrl.families.adapters import LowRank
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
+from realrl.families.sizes import estimate_attention_cost
 from realrl.huggingface.directory import find_model_shape, known_adapters, known_shape
 from realrl.layout.sets import TrainablePart
 from realrl.plan.cluster import Cluster
@@ -24,7 +25,6 @@ from realrl.plan.presets import SEARCH, make_plan
 from realrl.program.instructions import Program
 from realrl.program.lower import home_placements, kept_copies, lower, lower_start, offloaded
 from realrl.program.memory import Memory, StoredModel, check_offloading
-from realrl.program.order import TrainableParts
 from realrl.program.portions import lower_step, validate_portions
 from realrl.program.validate import validate, validate_ahead, validate_start
 from realrl.recipe.algorithm import SCORE
@@ -45,6 +45,8 @@ class Phase:
     plan: Plan
     programs: list[Program]
     partial: Mapping[tuple[frozenset[int], range], list[Program]]
+    attention_costs: Mapping[str, float]
+    """By role, see `families.sizes.estimate_attention_cost`. Ranks balance their work by them."""
 
     def programs_of(self, step: int, batches: range = range(1)) -> list[Program]:
         """Return the programs of a training step, which is counted from 1, that work on `batches`."""
@@ -182,7 +184,7 @@ def make_job(
     _check_batch(experiment, graph, plan)
     start = lower_start(plan, homes, kept, models.parts)
     validate_start(start, homes, offloaded(plan), kept, models.parts)
-    compile_phase = partial(_compile_phase, homes=homes, kept=kept, parts=models.parts)
+    compile_phase = partial(_compile_phase, homes=homes, kept=kept, models=models)
     phases = {"train": compile_phase(graph, plan)}
     if experiment.eval_graph is not None:
         phases["eval"] = compile_phase(experiment.eval_graph, plan.evaluation(experiment.eval_graph, graph))
@@ -214,7 +216,7 @@ def make_evaluation_job(
         plan.check_exact()
     used = replace(plan.evaluation(graph, experiment.graph), offload_optimizer=(), keep=())
     homes = home_placements(graph, used)
-    phase = _compile_phase(graph, used, homes=homes, kept={}, parts=models.parts)
+    phase = _compile_phase(graph, used, homes=homes, kept={}, models=models)
     return Job(experiment, models, used, homes, {}, [], {"eval": phase})
 
 
@@ -383,13 +385,14 @@ def _compile_phase(
     *,
     homes: Mapping[str, Placement],
     kept: Mapping[str, tuple[Placement, ...]],
-    parts: TrainableParts,
+    models: RoleModels,
     done: Mapping[str, Placement] | None = None,
 ) -> Phase:
     """Compile a kind of step, and validate its programs.
 
     `done`: placements of the calls that have already run and whose outputs the programs use.
     """
+    parts = models.parts
     homes = {role: homes[role] for role in graph.roles}
     kept = {role: kept[role] for role in graph.roles if role in kept}
 
@@ -417,7 +420,8 @@ def _compile_phase(
         else:
             validate(programs_of(everything), of_due, homes, offloaded(plan), kept, parts, done)
     programs = made.pop((graph.periods, everything))
-    return Phase(graph, plan, programs, made)
+    attention_costs = {role: estimate_attention_cost(shape) for role, shape in models.shapes.items()}
+    return Phase(graph, plan, programs, made, attention_costs)
 
 
 def _name_step(due: frozenset[int], batches: range) -> tuple[frozenset[int], range]:

@@ -1,5 +1,8 @@
 """Items of a step on one rank: the lengths of all items, and the rows of some items."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from torch import Tensor
 
 from realrl.data.balance import assign, partition_samples, partition_shared
@@ -9,6 +12,8 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.layout.limits import LEAST_SHARED
 from realrl.plan.plan import Plan
 
+NO_COSTS: Mapping[str, float] = MappingProxyType({})
+
 
 class Store:
     """Rows by key (named data, such as `sequences`) and item (a prompt, pair or answer).
@@ -16,12 +21,19 @@ class Store:
     The assignment of items to ranks depends only on lengths, so every rank computes the same assignment.
     """
 
-    def __init__(self, graph: DataflowGraph, plan: Plan, samples: int = 1) -> None:
+    def __init__(
+        self,
+        graph: DataflowGraph,
+        plan: Plan,
+        samples: int = 1,
+        attention_costs: Mapping[str, float] = NO_COSTS,
+    ) -> None:
         """`samples`: number of samples per prompt; items i * `samples` to (i + 1) * `samples` - 1 have the i-th
-        prompt."""
+        prompt. `attention_costs`: by role, see `families.sizes.estimate_attention_cost`."""
         self.graph = graph
         self.plan = plan
         self.samples = samples
+        self.attention_costs = attention_costs
         self.size = 0
         """Number of items in the step's global batch."""
         self.lengths: dict[str, tuple[int, ...]] = {}
@@ -54,7 +66,7 @@ class Store:
         Its items are those of prompts with all their samples, without the items of earlier portions. `key`: the key
         of samples, whose lengths are -1 as long as they go on.
         """
-        portion = Store(self.graph, self.plan, self.samples)
+        portion = Store(self.graph, self.plan, self.samples, self.attention_costs)
         portion.size, portion.lengths, portion._rows = self.size, self.lengths, self._rows
         prompts = (range(i, i + self.samples) for i in range(0, self.size, self.samples))
         ended = (items for items in prompts if all(self.lengths[key][item] >= 0 for item in items))
@@ -98,19 +110,24 @@ class Store:
     def assignment(self, call: Call) -> list[list[list[int]]]:
         """Assign the items of `call` to ranks. Returns ascending ids for each data-parallel rank and mini-batch.
 
-        Ranks get about equal numbers of tokens. In generation, all samples of a prompt stay together. In calls that
-        do not train, some ranks may get no items.
+        Ranks get about equal work: tokens and, in a model, attention to them. In generation, they get about equal
+        numbers of tokens, and all samples of a prompt stay together. In calls that do not train, some ranks may get
+        no items.
         """
         if call.name not in self._assignments:
             sampling = call.kind is Kind.GENERATE
             everyone = list(range(self.size)) if sampling or self.portion is None else self.portion
             columns = [self.row_lengths(key, everyone) for key in call.work]
-            costs = [sum(item) for item in zip(*columns, strict=True)]
+            tokens = [sum(item) for item in zip(*columns, strict=True)]
             dp = self.plan[call.name].strategy.dp
             if sampling and self.samples > 1:
-                found = [[items] for items in partition_samples(costs, self.samples, dp)]
+                found = [[items] for items in partition_samples(tokens, self.samples, dp)]
             else:
-                shared = self._count_shared(call, everyone, costs)
+                costs = [
+                    sum(self._estimate_cost(call, n) for n in item) for item in zip(*columns, strict=True)
+                ]
+                shared = self._find_shared_costs(call, everyone, tokens)
+                shared = [min(pair) for pair in zip(shared, costs, strict=True)]
                 prompts = [item // self.samples for item in everyone]
                 if call.kind is Kind.TRAIN and self.portion is None:
                     found = assign(costs, minibatches=call.minibatches, dp=dp, shared=shared, prompts=prompts)
@@ -123,9 +140,16 @@ class Store:
             self._assignments[call.name] = found
         return self._assignments[call.name]
 
-    def _count_shared(self, call: Call, items: list[int], costs: list[int]) -> list[int]:
-        """Count the tokens of each item that a call computes once for all samples of a prompt. They are only
-        expected, because agents write prompts of their own. `costs`: all tokens of the items.
+    def _estimate_cost(self, call: Call, tokens: int) -> int:
+        """Estimate the time of a sequence in a call, in the time of a token without attention."""
+        attention = 0.0
+        if call.role is not None and call.kind is not Kind.GENERATE:
+            attention = self.attention_costs.get(call.role, 0.0)
+        return tokens + round(attention * tokens**2)
+
+    def _find_shared_costs(self, call: Call, items: list[int], tokens: list[int]) -> list[int]:
+        """Find the costs of each item's tokens that a call computes once for all samples of a prompt. They are only
+        expected, because agents write prompts of their own. `tokens`: all tokens of the items.
 
         A prompt is computed more than once if a micro-batch does not have room for all of its samples. Its tokens
         count in proportion.
@@ -137,10 +161,11 @@ class Store:
         if not shares or not sampled or self.samples == 1 or "prompts" not in self.lengths:
             return [0] * len(items)
         found = []
-        for length, cost in zip(self.row_lengths("prompts", items), costs, strict=True):
-            together = max(1, min(self.samples, strategy.micro_batch_tokens // strategy.cp // max(1, cost)))
-            shared = round(min(sampled * length, cost) * (1 - 1 / together))
-            found.append(shared if shared >= LEAST_SHARED * cost else 0)
+        for length, count in zip(self.row_lengths("prompts", items), tokens, strict=True):
+            together = max(1, min(self.samples, strategy.micro_batch_tokens // strategy.cp // max(1, count)))
+            share = sampled * (1 - 1 / together)
+            enough = share * length >= LEAST_SHARED * count
+            found.append(round(share * self._estimate_cost(call, length)) if enough else 0)
         return found
 
     def items(self, call: Call, dp: int) -> list[int]:
