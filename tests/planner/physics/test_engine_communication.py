@@ -72,7 +72,7 @@ def test_cp_ranks_gather_what_they_are_charged_for(
     kind: str, cp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rank divides all sequences with its peers, although these are short."""
-    monkeypatch.setattr(batching, "_find_division", lambda *_: (1.0, 1.0))
+    monkeypatch.setattr(batching, "_find_division", lambda *_: batching.Division(1.0, 1.0))
     name, _, flags = kind.partition(" ")
     placement = place(cp=cp, recompute="r" in flags)
     found, charged = run(name, placement), charge(name, placement)
