@@ -109,7 +109,8 @@ def check_learning_on_ranks(
 
 def can_sample(strategy: Strategy) -> bool:
     """Whether generation can have this strategy, or needs another layout."""
-    return not strategy.shards_parameters and strategy.cp == strategy.ep == 1
+    in_step = strategy.decodes_together and strategy.pp > 1
+    return not strategy.shards_parameters and strategy.cp == 1 and not in_step
 
 
 def _is_sampled(figure: str) -> bool:

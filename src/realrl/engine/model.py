@@ -113,7 +113,13 @@ class Model:
         """Whether forward passes have collectives of ranks with different micro-batches: under ZeRO-3, and if such
         ranks divide the experts."""
         strategy = self.layout.placement.strategy
-        return strategy.shards_parameters or strategy.tp % strategy.ep > 0
+        return strategy.shards_parameters or self.decodes_together
+
+    @property
+    def decodes_together(self) -> bool:
+        """Whether generation takes its turns together with other data-parallel ranks, because they divide the
+        experts."""
+        return self.layout.placement.strategy.decodes_together
 
     def agree_on_passes(self, count: int) -> int:
         """Return the largest `count` of all ranks with the same parameters. All of these ranks then take part in

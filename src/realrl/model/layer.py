@@ -19,7 +19,7 @@ from realrl.model.arithmetic.grouped import Groups, gather_weighed, sum_copies
 from realrl.model.attention import split_heads
 from realrl.model.attention_rule import AttentionRule
 from realrl.model.expert_parallel import Dispatch
-from realrl.model.group import Group
+from realrl.model.group import Group, all_gather, reduce_scatter
 from realrl.model.matrices import Matrices
 from realrl.model.rotary import apply_rotary_emb
 from realrl.model.routing import Routing
@@ -84,6 +84,38 @@ class ExpertBlock:
         sums = self._apply(mine, weights[own], dispatch.arriving, matrices, dispatch)
         return F.pad(sums, (0, 0, first, len(x) - first - len(mine)))
 
+    def run_gathered(self, x: Tensor, matrices: Matrices, routing: Routing, tp: TensorParallel) -> Tensor:
+        """Compute what `run_divided` does, for a few tokens without gradient. Each rank gathers the tokens of all
+        ranks, which have equal numbers of them, and computes its own experts for them. So shapes do not depend on
+        the choice of experts.
+
+        x: [T, H] -> the sums of this rank's tokens [T, H]; all other rows are zero
+        """
+        weights, experts = self._choose(
+            self._score(matrices.multiply(x, self.router, self.router_bias)), routing
+        )
+        rows = -(-len(x) // tp.group.size)
+        padding = (0, 0, 0, rows * tp.group.size - len(x))
+        first = tp.group.index * rows
+
+        def gather(values: Tensor) -> Tensor:
+            own = F.pad(values, padding)[first : first + rows].contiguous()
+            found = own.new_empty(self.group.size * rows, own.shape[1])
+            all_gather(found, own, self.group)
+            return found
+
+        count = self.mixture.experts // self.group.size
+        # Numbers of experts are exact in float32.
+        choices = gather(torch.cat((weights.float(), experts.float()), 1))
+        weights, numbers = choices.chunk(2, 1)
+        numbers = numbers.long() - self.group.index * count
+        # Copies for the experts of other ranks come last, and belong to no group.
+        groups = Groups.of(torch.where((numbers >= 0) & (numbers < count), numbers, count), count)
+        sums = self._apply(gather(x), weights.contiguous(), groups, matrices)
+        mine = sums.new_empty(rows, sums.shape[1])
+        reduce_scatter(mine, sums, self.group)
+        return F.pad(mine, (0, 0, first, rows * tp.group.size - first - rows))[: len(x)]
+
     def _choose(self, scores: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         """Choose experts of tokens, and weigh them. [T, E] -> weights and experts, [T, k] each"""
         mixture, preferences = self.mixture, self._prefer(scores.detach())
@@ -142,6 +174,8 @@ class ExpertBlock:
             inner = inner * weights.to(inner.dtype)[:, None]
         rows = matrices.multiply_groups(inner, self.down, groups)
         del inner
+        if matrices.gathers_tokens and self.divided:
+            rows = groups.clear_others(rows)
         if self.down_bias is not None:
             if not self.adds_down_bias:
                 # A rank that adds nothing computes a gradient too, because hooks wait for it.
@@ -372,11 +406,12 @@ class Layer(nn.Module):
         if finished is None or self.gate_up is not None:
             normed = tp.copy_to_region(normed)
         if experts is not None and finished is None:
-            routed = (
-                experts.run_divided(normed, matrices, routing, tp)
-                if experts.divided
-                else experts.run(normed, matrices, routing)
-            )
+            if not experts.divided:
+                routed = experts.run(normed, matrices, routing)
+            elif matrices.gathers_tokens:
+                routed = experts.run_gathered(normed, matrices, routing, tp)
+            else:
+                routed = experts.run_divided(normed, matrices, routing, tp)
         if self.gate_up is None or self.down is None:
             del normed
         else:

@@ -5,7 +5,6 @@ from functools import partial
 
 from torch import Tensor
 
-from realrl.families.shape import Mixture
 from realrl.model.adapter import Adapter, adapt
 from realrl.model.arithmetic.grouped import Groups, add_biases, grouped_linear, has_grouped_kernel
 from realrl.model.arithmetic.ops import Multiply, Products, linear
@@ -19,6 +18,9 @@ class Matrices:
 
     `adapters` and `quantised` are keyed by the `id` of the matrix that they belong to.
     """
+
+    gathers_tokens = False
+    """Whether ranks that divide experts gather all tokens, instead of sending each token to its experts."""
 
     def __init__(
         self, products: Products, adapters: Mapping[int, Adapter], quantised: Mapping[int, QuantisedMatrix]
@@ -54,10 +56,10 @@ class DecodeWeights(Matrices):
         adapters: Mapping[int, Adapter] | None = None,
         quantised: Mapping[int, QuantisedMatrix] | None = None,
         stacks: Iterable[Tensor] = (),
-        mixture: Mixture | None = None,
+        experts: int = 0,
     ) -> None:
         """`weights` are the matrices of the layers, `head` the matrix of the logits (last stage only), `stacks` the
-        matrices of a mixture's experts; `adapters` and `quantised` as for `Matrices`."""
+        matrices of the shard's `experts` experts; `adapters` and `quantised` as for `Matrices`."""
         adapters, quantised = adapters or {}, quantised or {}
         super().__init__(products, adapters, quantised)
         panels = {
@@ -69,15 +71,17 @@ class DecodeWeights(Matrices):
         self.multiply = adapt(multiply_widened(_multiply_by(panels, products), quantised), fixed)
         self._head = head
         self._stacks: dict[int, Sequence[Panels]] = {}
+        # The host need not know how many tokens an expert has. But the sums have another order than in training.
+        self.gathers_tokens = not products.exact
         self.runs_ahead = True
         """Whether the host can launch decode steps without reading from the device; CUDA graphs need this."""
         for stack in stacks:
-            assert mixture is not None, "only mixtures have stacks"
-            experts = stack.view(mixture.experts, -1, stack.shape[1])
+            assert experts, "only mixtures have stacks"
+            of_experts = stack.view(experts, -1, stack.shape[1])
             if on_gpu(stack):
-                self.runs_ahead &= has_grouped_kernel(experts, products)
+                self.runs_ahead &= has_grouped_kernel(of_experts, products)
             elif products.packs and id(stack) not in quantised:
-                self._stacks[id(stack)] = [products.pack(weight) for weight in experts]
+                self._stacks[id(stack)] = [products.pack(weight) for weight in of_experts]
         packs_head = products.packs and head is not None and not on_gpu(head)
         self._packed_head = products.pack(head) if head is not None and packs_head else None
         packed = panels or self._stacks or packs_head

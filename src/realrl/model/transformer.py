@@ -230,7 +230,7 @@ class Transformer(nn.Module):
             self._adapters,
             self._quantised,
             [stack for layer in layers for stack in layer.stacks],
-            self.shape.mixture,
+            len(self.shard.experts),
         )
 
     def decode(self, x: Tensor, weights: DecodeWeights, cache: PagedCache, rows: CachedRows) -> Tensor:

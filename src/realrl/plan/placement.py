@@ -208,6 +208,11 @@ class Strategy:
         return axes_dividing(Divided.LAYERS, *copies, Divided.MATRICES, Divided.EXPERTS)
 
     @property
+    def decodes_together(self) -> bool:
+        """Whether experts are divided among data-parallel ranks, so that these generate in step."""
+        return self.tp % self.ep > 0
+
+    @property
     def all_degrees(self) -> Degrees:
         """Degrees of all axes with `ep` among them, as in files and tables, to tell strategies apart. Their product
         is not the number of ranks if `ep` is above 1."""

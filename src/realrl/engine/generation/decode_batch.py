@@ -14,10 +14,17 @@ from realrl.engine.generation.decode_memory import (
     is_gpu,
     list_addresses,
 )
+from realrl.engine.generation.lockstep import Lockstep, Pace
 from realrl.engine.generation.prefill import PrefillPass
 from realrl.engine.generation.routed_experts import RoutedExperts
 from realrl.engine.generation.sampling_noise import SamplingNoise, SamplingSeed
-from realrl.engine.generation.scheduler import DecodeRow, DecodeTurn, RowPrefill, Scheduler
+from realrl.engine.generation.scheduler import (
+    DecodeRow,
+    DecodeTurn,
+    RowPrefill,
+    Scheduler,
+    make_idle_prefill,
+)
 from realrl.engine.generation.turns import Turns
 from realrl.engine.model import Model
 from realrl.engine.pipeline import PendingRecv
@@ -67,26 +74,29 @@ class GenerateCall:
         self.new_tokens = sampling.max_new_tokens
         self.turns = turns
         self._by_number = {row.number: row for row in rows}
+        self.others_decode = False
+        """Whether ranks that take turns together with this one decoded rows in the last turn."""
         self._rewound: list[tuple[DecodeRow, int]] = []
         """Rows that lose tokens in the turn that is being planned, and how many tokens they keep."""
         self.batches = batches = model.groups.pipeline.size
         """Number of decode batches: one per stage of the pipeline."""
         self.on_gpu = on_gpu = is_gpu(model.device)
         self.noise = SamplingNoise(seed)
+        self.lockstep = Lockstep(model)
         lengths = [prompt.length for prompt in dict.fromkeys(row.prompt for row in rows)]
         size = size_cache(
             batches * kv_capacity,
             prompt_blocks=sum(map(count_prompt_blocks, lengths)),
-            longest_prompt=max(lengths),
-            rows=len(rows),
+            longest_prompt=max(lengths, default=1),
+            rows=max(1, len(rows)),
             new_tokens=self.new_tokens,
         )
         if serves:
             size = replace(size, rows=len(rows))  # most requests are much shorter than the context
         recorded = 0 if mixture is None else mixture.per_token
         kind = DecodeKind(sampling, serves, stop_token_ids, recorded, batches, on_gpu, list_addresses(model))
-        most = count_computed_rows(-(-size.rows // batches), on_gpu=on_gpu)
-        needed = DecodeSize(size.blocks, most, max(lengths))
+        most = self.lockstep.agree_on_rows(count_computed_rows(-(-size.rows // batches), on_gpu=on_gpu))
+        needed = DecodeSize(size.blocks, most, max(lengths, default=1))
         self.memory = (kept or KeptDecoding()).take(model, kind, needed)
         record = self.memory.cache.experts
         self.experts = None if record is None else RoutedExperts(record)
@@ -107,7 +117,7 @@ class GenerateCall:
         # At the end, earlier stages plan once more than the last stage, and there is nothing left to collect.
         if self.turns is None or self.scheduler.done:
             return
-        idle = self.scheduler.idle
+        idle = self.scheduler.idle and not self.others_decode
         if idle:
             # Other stages wait for the tokens of the last turn, and the environment may take long.
             self.model.pipeline.flush()
@@ -183,9 +193,9 @@ class DecodeBatch:
         self._number = number
         self._buffers = call.memory.buffers[number]
         self._step = call.memory.steps[number]
-        self._width = 0
         self._rows = self._buffers.view(0)
         self._turn = DecodeTurn()
+        self._pace = Pace(goes_on=True, prefills=False, steps=0, width=0)
         self._prefill_recv: PendingRecv | None = None
         self._hidden_recv: PendingRecv | None = None
 
@@ -200,7 +210,7 @@ class DecodeBatch:
         pipeline = call.model.pipeline
         self._plan()
         yield
-        while not call.scheduler.done:
+        while self._pace.goes_on if call.lockstep.joint else not call.scheduler.done:
             if pipeline.last:
                 yield from self._run_turn_of_last_stage()
             else:
@@ -211,14 +221,14 @@ class DecodeBatch:
         sampled tokens."""
         pipeline = self._call.model.pipeline
         self._begin()
-        for step in range(self._turn.steps):
+        for step in range(self._pace.steps):
             if step and not pipeline.first:
                 self._post_hidden_recv()
             pipeline.send(self._decode())
-            tokens = pipeline.post_recv_tokens(self._width)
+            tokens = pipeline.post_recv_tokens(self._pace.width)
             yield
             self._rows.advance(tokens.wait())
-        if not self._turn.rows:  # rows wait for blocks that other batches hold
+        if not self._pace.steps:  # rows wait for blocks that other batches hold
             yield
         self._record()
         self._plan()
@@ -227,10 +237,10 @@ class DecodeBatch:
         """Run a turn on the last stage, which samples and broadcasts tokens."""
         pipeline = self._call.model.pipeline
         self._begin()
-        for step in range(self._turn.steps):
+        for step in range(self._pace.steps):
             self._decode()
             pipeline.broadcast_tokens(self._rows.sampled[step])
-            if step + 1 < self._turn.steps:
+            if step + 1 < self._pace.steps:
                 if not pipeline.first:
                     self._post_hidden_recv()
                 yield
@@ -245,9 +255,14 @@ class DecodeBatch:
         self._turn = turn
         call.read_experts(turn)
         self._buffers.arrange(turn)
-        if turn.rearranged:
-            self._width = count_computed_rows(len(turn.rows), on_gpu=call.on_gpu)
-            self._rows = self._buffers.view(self._width)
+        before = self._pace.width
+        width = count_computed_rows(len(turn.rows), on_gpu=call.on_gpu) if turn.rearranged else before
+        self._pace = call.lockstep.agree(
+            Pace(not call.scheduler.done, len(turn.prefills) > 0, turn.steps, width)
+        )
+        call.others_decode = self._pace.steps > turn.steps == 0
+        if turn.rearranged or self._pace.width != before:
+            self._rows = self._buffers.view(self._pace.width)
         if turn.rows and not call.model.pipeline.first:
             if turn.prefills:
                 tokens = sum(prefill.tokens for prefill in turn.prefills)
@@ -255,13 +270,13 @@ class DecodeBatch:
             self._post_hidden_recv()
 
     def _post_hidden_recv(self) -> None:
-        self._hidden_recv = self._call.model.pipeline.post_recv(self._width)
+        self._hidden_recv = self._call.model.pipeline.post_recv(self._pace.width)
 
     def _begin(self) -> None:
         """Prefill newly admitted rows, and begin the steps of the turn."""
-        if self._turn.prefills:
-            self._prefill(self._turn.prefills)
-        if self._turn.rows:
+        if self._pace.prefills:
+            self._prefill(self._turn.prefills or [make_idle_prefill()])
+        if self._pace.steps:
             self._rows.begin_turn(self._call.noise if self._call.model.pipeline.last else None)
 
     def _prefill(self, prefills: Sequence[RowPrefill]) -> None:
@@ -282,7 +297,7 @@ class DecodeBatch:
         """Run this stage's part of a decode step; returns hidden states, or tokens on the last stage."""
         pending, self._hidden_recv = self._hidden_recv, None
         hidden = None if pending is None else pending.wait()
-        self._call.model.counts.add_decode_step(self._width)
+        self._call.model.counts.add_decode_step(self._pace.width)
         return self._step.run(self._rows, hidden)
 
     def _record(self) -> None:
@@ -291,7 +306,7 @@ class DecodeBatch:
         rows = self._turn.rows
         if not rows:
             return
-        tokens, logprobs = self._buffers.read(len(rows), self._turn.steps)
+        tokens, logprobs = self._buffers.read(len(rows), self._pace.steps)
         for row, drawn, found in zip(rows, tokens, logprobs, strict=True):
             looked = len(row.tokens)
             pairs = zip(drawn, found, strict=True)

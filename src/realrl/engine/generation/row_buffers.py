@@ -129,6 +129,8 @@ class RowBuffers:
         """Write the rows that a turn changes into the buffers."""
         arrays = self._arrays
         rows = turn.rows
+        # A step of the last turn has added a token to rows that only pad it.
+        arrays["own_lengths"][len(rows) :] = 0
         if turn.rearranged:
             slots = np.fromiter((row.slot for row in rows), np.int64, len(rows))
             for array in arrays.values():
@@ -137,8 +139,8 @@ class RowBuffers:
                 if row.slot < 0:
                     self._place(slot, row)
                 row.slot = slot
-            for name in ("own_tables", "own_lengths", "prompt_lengths"):
-                arrays[name][len(rows) :] = 0  # rows that only pad a graph write to the scratch block
+            for name in ("own_tables", "prompt_lengths"):
+                arrays[name][len(rows) :] = 0  # rows that only pad a step write to the scratch block
             self._find_prompts(rows)
         for row in turn.grown:
             arrays["own_tables"][row.slot, : len(row.blocks)] = row.blocks
@@ -167,7 +169,9 @@ class RowBuffers:
         self._most = int(np.diff(changes).max(initial=1))
 
     def view(self, rows: int) -> BufferedRows:
-        device = self._device
+        """View the first rows. Those without a prompt only pad a step."""
+        device, known = self._device, self._prompt_starts
+        padding = torch.arange(int(known[-1]) + 1 if len(known) else 0, rows + 1)
         names = ("temperatures", "top_k", "top_p", "first_ends")
         return BufferedRows(
             cached=CachedRows(
@@ -175,7 +179,7 @@ class RowBuffers:
                 prompt_lengths=device["prompt_lengths"][:rows],
                 own_tables=device["own_tables"][:rows],
                 own_lengths=device["own_lengths"][:rows],
-                prompt_starts=self._prompt_starts,
+                prompt_starts=torch.cat((known, padding)),
                 most=self._most,
             ),
             tokens=device["tokens"][:rows],

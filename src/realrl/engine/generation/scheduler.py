@@ -381,6 +381,12 @@ class Scheduler:
         return count_blocks(min(len(row.tokens) + self._steps, self._new_tokens))
 
 
+def make_idle_prefill() -> RowPrefill:
+    """Make a prefill of one token that counts nowhere: its key and value go to the scratch block."""
+    row = DecodeRow(0, Prompt(0, array("q", [0, 0]), blocks=[SCRATCH]))
+    return RowPrefill(row, 0, 1)
+
+
 def _make_prefill(row: DecodeRow) -> RowPrefill:
     """Make the prefill of a row that is about to run."""
     shared = row.prompt.length - 1

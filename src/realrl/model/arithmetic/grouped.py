@@ -22,7 +22,7 @@ _ALIGNMENT = 16
 class Groups:
     """Copies of tokens, sorted by expert. A token has one copy for each of its experts.
 
-    T tokens with k experts each give R = T * k rows.
+    T tokens with k experts each give R = T * k rows. Rows behind the last group belong to experts of other ranks.
     """
 
     order: Tensor
@@ -63,9 +63,14 @@ class Groups:
 
     @cached_property
     def numbers(self) -> Tensor:
-        """Group of each row. [R]"""
+        """Group of each row; the last one for rows behind it. [R]"""
         rows = torch.arange(len(self.order), dtype=torch.int32, device=self.order.device)
-        return torch.searchsorted(self.ends, rows, right=True)
+        return torch.searchsorted(self.ends, rows, right=True).clamp(max=len(self.ends) - 1)
+
+    def clear_others(self, rows: Tensor) -> Tensor:
+        """Set rows behind the last group to zero. Products leave them undefined. [R, K] -> [R, K]"""
+        others = torch.arange(len(rows), device=rows.device) >= self.ends[-1]
+        return rows.masked_fill(others[:, None], 0.0)
 
     def gather(self, x: Tensor) -> Tensor:
         """Copy tokens to their rows, without gradient. [T, K] -> [R, K]"""

@@ -472,6 +472,8 @@ class Worker:
         max_tokens = run.placement.strategy.micro_batch_tokens
         method = self._algorithm.method(call.name)
         idle = not len(batch) if call.kind is Kind.GENERATE else store.portion == []
+        if idle and call.kind is Kind.GENERATE and model.decodes_together:
+            self._begin_sampling(run, call, batch, now).generation.run(now.after_pass)
         if idle and call.kind is not Kind.TRAIN:  # nobody works on an empty portion
             if call.has_metrics:
                 now.add_metrics(call, Metrics())
@@ -528,11 +530,12 @@ class Worker:
                     places.append((now, item))
                     keys.append(key)
                     begun.append((tokens, logprobs))
-        if places:
+        if places or model.decodes_together:
             numbers = {id(now): index for index, now in enumerate(steps.values())}
             # The samples of a prompt stay neighbours, as in `group_samples`.
             ids = tuple(numbers[id(now)] * now.store.size + item for now, item in places)
-            given = Ragged.of([now.store.rows(method.prompts, [item]).values for now, item in places])
+            prompts = [now.store.rows(method.prompts, [item]).values for now, item in places]
+            given = Ragged.of(prompts, dtype=torch.int64)
             try:
                 generation = Generation(
                     model,
@@ -560,7 +563,7 @@ class Worker:
             sampled, finished = batch["sequences"].lengths, batch["finished"].values.tolist()
             for (now, _), prompt, length, ended in zip(places, given.lengths, sampled, finished, strict=True):
                 now.going_on += not ended and length - prompt < sampling.max_new_tokens
-            if model.shard.last:
+            if model.shard.last and places:
                 groups = group_samples(ids, given, first.store.samples)
                 known = [len(tokens) for tokens, _ in begun]
                 lengths = given.lengths, batch["sequences"].lengths
@@ -598,7 +601,9 @@ class Worker:
         method = cast(GenerateMethod, self._algorithm.method(call.name))
         number = [other for other in store.graph.calls if other.kind is Kind.GENERATE].index(call)
         sampling = method.sampling_of(evaluation=step.evaluation)
-        turns = self._begin_trajectories(run, batch, sampling, now) if call.record_fields else None
+        turns = None
+        if call.record_fields and len(batch):
+            turns = self._begin_trajectories(run, batch, sampling, now)
         samples = store.samples
         if turns is not None and turns.replaces_prompts:
             # Agents write prompts of their own, which may differ.

@@ -1,0 +1,51 @@
+"""Ranks that take the turns of a generate call together, because they divide experts among themselves.
+
+In each layer of a mixture, such a rank waits for the tokens of the others. So all of them run the same prefill
+passes and decode steps, with the same number of rows. A rank with nothing to do runs them on rows that count nowhere.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from realrl.engine.model import Model
+from realrl.model.group import Group
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What every rank does in a turn."""
+
+    goes_on: bool
+    """Whether a rank has rows that are not complete."""
+    prefills: bool
+    """Whether a rank has sequences to prefill."""
+    steps: int
+    """Number of decode steps."""
+    width: int
+    """Number of rows of a decode step."""
+
+
+class Lockstep:
+    """Agreement of ranks on their turns. A rank alone agrees with itself."""
+
+    def __init__(self, model: Model) -> None:
+        self._device = model.device
+        self._group: Group | None = model.groups.experts if model.decodes_together else None
+
+    @property
+    def joint(self) -> bool:
+        """Whether there are other ranks."""
+        return self._group is not None
+
+    def agree(self, own: Pace) -> Pace:
+        """Return the pace that is enough for all ranks."""
+        if self._group is None:
+            return own
+        numbers = [int(own.goes_on), int(own.prefills), own.steps, own.width]
+        found = self._group.max(torch.tensor(numbers, device=self._device)).tolist()
+        return Pace(bool(found[0]), bool(found[1]), *found[2:])
+
+    def agree_on_rows(self, most: int) -> int:
+        """Return the largest number of rows that a rank has room for."""
+        return self.agree(Pace(False, False, 0, most)).width
