@@ -1,7 +1,8 @@
 """Ranks that take the turns of a generate call together, because they divide experts among themselves.
 
 In each layer of a mixture, such a rank waits for the tokens of the others. So all of them run the same prefill
-passes and decode steps, with the same number of rows. A rank with nothing to do runs them on rows that count nowhere.
+passes and decode steps, with the same number of rows. A rank with nothing to do runs them on rows that do not
+count.
 """
 
 from dataclasses import dataclass
