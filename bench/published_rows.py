@@ -8,7 +8,8 @@ train: a train call under the stage of ZeRO that the source runs (`zero`). FSDP 
 the forward pass is stage 3; FSDP that keeps them is stage 2. `recompute` is the part of a forward pass that
 checkpointing repeats; the prediction averages times with and without recomputation. `virtual_stages` divides
 the pipeline bubble, as its interleaved schedule does (arXiv 2104.04473, section 2.2); the planner's schedule
-is not interleaved. `balanced` says that the source forces tokens to use all experts equally.
+is not interleaved. `balanced` says that the source forces tokens to use all experts equally. `fused_sinks` says
+that the source has a fused kernel of attention with sinks; this engine stores scores in memory instead.
 generate: a generate call. As many rows are admitted as memory holds at their full lengths. Requests have one
 length unless the row says that their lengths vary around a published mean (`varied`).
 grpo: a step of GRPO under a plan with the source's layouts, as the planner simulates it in steady state.
@@ -108,6 +109,8 @@ class Row:
             efficiency = replace(efficiency, flash2_slower=1.0)
         if self.of.get("balanced"):
             efficiency = replace(efficiency, expert_spread=0.0)
+        if self.of.get("fused_sinks"):
+            efficiency = replace(efficiency, score_bytes=0.0, score_backward_bytes=0.0)
         return CostModel(self.spec, efficiency=efficiency)
 
     def place(self, tokens: int, *, recompute: bool = False) -> Placement:
