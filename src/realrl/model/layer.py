@@ -19,7 +19,7 @@ from realrl.model.arithmetic.grouped import Groups, gather_weighed, sum_copies
 from realrl.model.attention import split_heads
 from realrl.model.attention_rule import AttentionRule
 from realrl.model.expert_parallel import Dispatch
-from realrl.model.group import Group, all_gather, reduce_scatter
+from realrl.model.group import Group, gather_rows, reduce_scatter
 from realrl.model.matrices import Matrices
 from realrl.model.rotary import apply_rotary_emb
 from realrl.model.routing import Routing
@@ -97,24 +97,16 @@ class ExpertBlock:
         rows = -(-len(x) // tp.group.size)
         padding = (0, 0, 0, rows * tp.group.size - len(x))
         first = tp.group.index * rows
-
-        def gather(values: Tensor) -> Tensor:
-            own = F.pad(values, padding)[first : first + rows].contiguous()
-            found = own.new_empty(self.group.size * rows, own.shape[1])
-            all_gather(found, own, self.group)
-            return found
-
+        mine = [F.pad(values, padding)[first : first + rows] for values in (x, weights, experts.int())]
+        tokens, weights, numbers = gather_rows(mine, self.group)
         count = self.mixture.experts // self.group.size
-        # Numbers of experts are exact in float32.
-        choices = gather(torch.cat((weights.float(), experts.float()), 1))
-        weights, numbers = choices.chunk(2, 1)
         numbers = numbers.long() - self.group.index * count
         # Copies for the experts of other ranks come last, and belong to no group.
         groups = Groups.of(torch.where((numbers >= 0) & (numbers < count), numbers, count), count)
-        sums = self._apply(gather(x), weights.contiguous(), groups, matrices)
-        mine = sums.new_empty(rows, sums.shape[1])
-        reduce_scatter(mine, sums, self.group)
-        return F.pad(mine, (0, 0, first, rows * tp.group.size - first - rows))[: len(x)]
+        sums = self._apply(tokens, weights, groups, matrices)
+        own = sums.new_empty(rows, sums.shape[1])
+        reduce_scatter(own, sums, self.group)
+        return F.pad(own, (0, 0, first, rows * tp.group.size - first - rows))[: len(x)]
 
     def _choose(self, scores: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         """Choose experts of tokens, and weigh them. [T, E] -> weights and experts, [T, k] each"""

@@ -116,6 +116,17 @@ class CallContext:
             seconds = seconds + self.network.group("tp").all_gather(4 * tokens * sizes.experts)
         return DeviceHostTime(seconds, 4 * self.collective_host)
 
+    def gather_communication(self, rows: Real) -> DeviceHostTime:
+        """Predict the time in which EP ranks gather a layer's tokens in a decode step of `rows` sequences, each
+        with its experts and their weights, and sum the outputs."""
+        sizes, mixture = self.timing.sizes, self.timing.sizes.shape.mixture
+        if sizes.ep == 1 or not sizes.experts or mixture is None:
+            return DeviceHostTime(0.0)
+        group, tokens = self.network.group("ep"), np.ceil(rows / sizes.tp) * sizes.ep
+        states = tokens * sizes.shape.hidden_size * self.timing.element_bytes
+        seconds = group.all_gather(states + 8 * tokens * mixture.per_token) + group.reduce_scatter(states)
+        return DeviceHostTime(seconds, 2 * self.collective_host)
+
     def result_communication(self, tokens: Real, chunks: Chunks) -> Real:
         """Predict the seconds in which CP ranks that divide sequences exchange the results of the head, in an
         all-reduce.

@@ -209,7 +209,8 @@ def cost_kept_captures(context: CallContext) -> Floats:
     sizes = split_generations(context.work, context.strategies, cpu=context.timing.device.cpu)
     lora = context.timing.sizes.shape.lora
     # The engine computes DoRA's factors anew for each call, and drops graphs with collectives after each call.
-    keeps = (context.strategies.tp == 1) & (lora is None or not lora.dora)
+    alone = context.strategies.tp == 1 == context.strategies.ep
+    keeps = alone and (lora is None or not lora.dora)
     return np.where(keeps, _cost_captures(context, sizes), 0.0)
 
 
@@ -224,7 +225,7 @@ def _cost_captures(context: CallContext, sizes: GenerationWork) -> Floats:
         return np.zeros(len(sizes.rows))
     alike = min(work.answers) == max(work.answers)
     graphs = 1 if alike else apply_each(count_graphs, sizes.rows_per_batch)
-    collectives = 2 * (context.strategies.tp > 1)
+    collectives = 2 * (context.strategies.tp > 1) + 2 * (context.strategies.ep > 1)
     layers = sum(kind.counts * (kind.timing.decode_operations + collectives) for kind in context.kinds)
     operations = np.asarray(layers).max(axis=0) + timing.roofline.count_sampling_operations(
         context.work.sampling
@@ -252,22 +253,27 @@ def cost_decode_step(context: CallContext, batches: Ints, segment: DecodeSegment
         comm_last=context.sample_communication(rows),
     )
     own, communication = outside.own(pp), outside.communication(pp)
+    exchange = np.zeros_like(own)
     waits = at_last(pp, sample.wait) + timing.look(own_rows)
     for kind in context.kinds:
         layer = kind.timing.decode(rows, segment.context * own_rows / rows)
-        layer_communication = kind.layer_communication(rows)
+        layer_communication, experts = kind.layer_communication(rows), kind.gather_communication(rows)
         own = own + kind.counts * layer.device
         communication = communication + kind.counts * layer_communication.device
+        exchange = exchange + kind.counts * experts.device
         if not timing.decodes_by_graphs:
-            waited = layer.host + layer_communication.host - layer.device - layer_communication.device
+            parts = layer, layer_communication, experts
+            waited = sum(part.host for part in parts) - sum(part.device for part in parts)
             waits = waits + kind.counts * np.maximum(0.0, waited)
     # Each stage receives once and sends once. The last hop sends the sampled tokens back to the first stage.
     hop = context.hop(rows)
-    stages = np.where(np.arange(len(own))[:, None] < pp, own + communication + waits + hop, 0.0)
+    busy = own + communication + exchange
+    stages = np.where(np.arange(len(own))[:, None] < pp, busy + waits + hop, 0.0)
     slowest = stages.argmax(axis=0), np.arange(len(pp))
     return {
         "decode": batches * own[slowest],
         "tensor": batches * communication[slowest],
+        "experts": batches * exchange[slowest],
         "launch": batches * waits[slowest],
         "pipeline": batches * hop,
         "bubble": np.maximum(0.0, stages.sum(axis=0) - batches * stages[slowest]),

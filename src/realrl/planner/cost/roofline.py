@@ -210,9 +210,20 @@ class Roofline:
         """Predict the seconds of a layer in a decode step of `rows` sequences with `context` tokens each in the KV
         cache."""
         products = sum(self.matmul(rows, *matrix) for matrix in self.sizes.matmul_shapes)
-        products += self.experts(rows) + self.widen(self.sizes.widened_shapes)
+        products += self.experts(rows) + self.widen(self.sizes.widened_shapes) + self._gather_experts(rows)
         attention = self._decode_attention(rows, context)
         return products + attention + self._elementwise(rows) + self.adapters(rows)
+
+    def _gather_experts(self, rows: Real) -> Real:
+        """Predict the seconds to copy the rows of a decode step's experts, if ranks divide experts.
+
+        Each rank gathers the tokens of all ranks. It has a row for each expert of each of these tokens, also for
+        the experts of other ranks. Six passes over these rows copy, mask and sum them.
+        """
+        sizes = self.sizes
+        if sizes.ep == 1 or not sizes.experts:
+            return 0.0
+        return self.traffic(6 * rows * sizes.copies * sizes.ep * sizes.shape.hidden_size * self.element_bytes)
 
     def _decode_attention(self, rows: Real, context: Real) -> Real:
         """Predict the seconds of attention in a decode step. Without operator tables, this is the time to read the

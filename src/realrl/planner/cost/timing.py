@@ -159,6 +159,7 @@ class Timing:
         measured = self._measured_of("prefill", size)
         if measured is None:
             return self.forward(size)
+        measured = measured * self._divided_share(size, backward=False)
         return DeviceHostTime(self._exact * (measured + self._unmeasured(size.tokens)))
 
     def start(self, size: BatchSize) -> Real:
@@ -176,6 +177,9 @@ class Timing:
         """Predict the time of a layer in a decode step of `rows` sequences."""
         measured = self._measured("decode", rows, context)
         if measured is not None:
+            if self.sizes.ep > 1:
+                cut = replace(self.roofline, sizes=replace(self.sizes, ep=1))
+                measured = measured * self.roofline.decode(rows, context) / cut.decode(rows, context)
             return DeviceHostTime(self._exact * (measured + self._unmeasured(rows)))
         device = self._exact * self.roofline.decode(rows, context)
         return self._launched(device, self.decode_operations)

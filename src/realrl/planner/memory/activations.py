@@ -6,7 +6,7 @@ allocate outside torch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 
 import numpy as np
@@ -59,6 +59,8 @@ class Activations:
     """Whether decode steps are CUDA graphs."""
     expert_spread: float = 0.0
     """`Efficiency.expert_spread`."""
+    gathers_tokens: bool = False
+    """See `LayerMemory`."""
 
     def inferring(self, tokens: Real, *, layers: Ints, stage: Ints, chunks: Ints) -> Parts:
         """Compute the peak of an inference call: in the embedding, in a layer, or at the logits."""
@@ -98,7 +100,7 @@ class Activations:
             packing = packing_bytes(self.sizes, self.dtype, head=last)
             moments.append({"packed weights": packed + packing})
             held["packed weights"] = packed
-        decoded = {"activations": self._forward(rows, stage, batches)}
+        decoded = {"activations": replace(self, gathers_tokens=True)._forward(rows, stage, batches)}
         sampled = _only(last, {"logits": self.logits.sampled(rows)})
         if self.decode_graphs:
             held["graphs"] = total(_peak(decoded, sampled))
@@ -214,6 +216,7 @@ class Activations:
         return [
             LayerMemory(
                 expert_spread=self.expert_spread,
+                gathers_tokens=self.gathers_tokens,
                 sizes=kind.sizes,
                 strategies=self.strategies,
                 element_bytes=self.element_bytes,

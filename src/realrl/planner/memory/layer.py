@@ -43,6 +43,8 @@ class LayerMemory:
     lengths: Sequence[tuple[int, ...]]
     expert_spread: float = 0.0
     """`Efficiency.expert_spread`."""
+    gathers_tokens: bool = False
+    """Whether EP ranks gather all tokens (`Matrices.gathers_tokens`)."""
 
     @cached_property
     def hidden(self) -> int:
@@ -150,6 +152,8 @@ class LayerMemory:
     def _rows(self) -> float:
         """Rows of experts per token on the EP rank with the most rows."""
         sizes = self.sizes
+        if self.gathers_tokens:
+            return sizes.copies * sizes.ep
         return sizes.copies * compute_imbalance(sizes.experts, sizes.ep, self.expert_spread)
 
     @property

@@ -139,10 +139,9 @@ def list_context_degrees(kind: Kind, work: CallWork) -> tuple[int, ...]:
     return tuple(1 << doublings for doublings in range(max(1, most.bit_length())))
 
 
-def list_expert_degrees(kind: Kind, shape: ModelShape) -> tuple[int, ...]:
-    """Enumerate EP degrees: powers of two that divide the number of experts. Generation has none, and neither have
-    quantised experts."""
-    if shape.mixture is None or shape.quantised is not None or kind is Kind.GENERATE:
+def list_expert_degrees(shape: ModelShape) -> tuple[int, ...]:
+    """Enumerate EP degrees: powers of two that divide the number of experts. Quantised experts have none."""
+    if shape.mixture is None or shape.quantised is not None:
         return (1,)
     doublings = range(shape.mixture.experts.bit_length())
     return tuple(1 << n for n in doublings if shape.mixture.experts % (1 << n) == 0)
@@ -171,7 +170,7 @@ class SearchSpace:
     contexts: tuple[int, ...] | None = None
     """CP degrees of train and inference calls. None means the degrees of `list_context_degrees`."""
     experts: tuple[int, ...] | None = None
-    """EP degrees of train and inference calls, among those of `list_expert_degrees`. None means all of these."""
+    """EP degrees, among those of `list_expert_degrees`. None means all of these."""
     dtypes: tuple[Dtype, ...] = ()
     """Data types that parameters of calls may have in addition to the model's own. Train calls keep the model's own
     type."""
@@ -332,9 +331,7 @@ class _Builder:
         if contexts is None or call.kind is Kind.GENERATE:
             contexts = list_context_degrees(call.kind, work)
         allowed = self.search_space.experts
-        experts = tuple(
-            ep for ep in list_expert_degrees(call.kind, shape) if allowed is None or ep in allowed
-        )
+        experts = tuple(ep for ep in list_expert_degrees(shape) if allowed is None or ep in allowed)
         for strategy in list_strategies(
             mesh.size,
             divided,
@@ -347,10 +344,18 @@ class _Builder:
             contexts,
             experts,
         ):
-            if strategy.dp * least <= work.items // work.minibatches and not (
-                model.exact and strategy.tp > 1
-            ):
+            if strategy.dp * least > work.items // work.minibatches or (model.exact and strategy.tp > 1):
+                continue
+            if call.kind is not Kind.GENERATE or self._can_decode(call, strategy):
                 yield strategy
+
+    def _can_decode(self, call: Call, strategy: Strategy) -> bool:
+        """Check whether generation can have a strategy, and whether this strategy may be worth it. Ranks of a TP
+        group that divide whole experts read as many bytes as ranks that cut them."""
+        if strategy.ep == 1:
+            return True
+        hands_on = call.portions > 1 or call.name == self.apart
+        return strategy.decodes_together and strategy.pp == 1 and not hands_on
 
     def _dtypes(self, call: Call) -> tuple[Dtype | None, ...]:
         """Return the data types that a call's parameters may have. None means the model's own type."""

@@ -67,7 +67,11 @@ def split_each(strategies: Strategies, split: Callable[[Strategy], Work]) -> Wor
     columns = strategies.dp, strategies.cp, strategies.pp, strategies.micro_batch_tokens
     keys = zip(*(column.tolist() for column in columns), strict=True)
     where = np.array([known.setdefault(key, len(known)) for key in keys])
-    each = [split(Strategy(dp=dp, cp=cp, pp=pp, micro_batch_tokens=tokens)) for dp, cp, pp, tokens in known]
+    tp, ep = strategies.tp, strategies.ep
+    each = [
+        split(Strategy(dp=dp, cp=cp, tp=tp, pp=pp, ep=ep, micro_batch_tokens=tokens))
+        for dp, cp, pp, tokens in known
+    ]
     return cast(Work, _gather(each, where))
 
 

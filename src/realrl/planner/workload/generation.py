@@ -72,11 +72,17 @@ def split_generation(work: CallWork, strategy: Strategy, *, cpu: bool) -> Genera
         new_tokens=work.room,
     )
     sizes = GenerationRows(rows=rows, prompts=prompts, cache=cache, batches=min(strategy.pp, cache.rows))
-    return GenerationWork(**vars(sizes), passes=_split_prompts(work, sizes, count_prefill_tokens(cpu=cpu)))
+    together = strategy.ep // strategy.tp if strategy.decodes_together else 1
+    passes = _split_prompts(work, sizes, count_prefill_tokens(cpu=cpu), together)
+    return GenerationWork(**vars(sizes), passes=passes)
 
 
-def _split_prompts(work: CallWork, sizes: GenerationRows, budget: int) -> Chunks:
-    """Split prompts into forward passes of at most `budget` tokens, the longest prompts first."""
+def _split_prompts(work: CallWork, sizes: GenerationRows, budget: int, together: int) -> Chunks:
+    """Split prompts into forward passes of at most `budget` tokens, the longest prompts first.
+
+    `together`: the number of data-parallel ranks that decode in step. They begin together, but replace rows at
+    different times, and all of them wait for each prefill.
+    """
     # The last token of a prompt is the input of the first decode step, so it is not prefilled.
     lengths = sorted((max(1, length - 1) for length in work.lengths), reverse=True)
     mean = sum(lengths) / len(lengths)
@@ -87,19 +93,20 @@ def _split_prompts(work: CallWork, sizes: GenerationRows, budget: int) -> Chunks
     first = max(1.0, min(begun, sizes.rows_per_batch * each))
     later = max(1.0, first / REPLACED_TOGETHER)
     rest = max(0.0, prompts - begun)
-    passes = max(sizes.batches, begun * mean / budget) + max(rest / later, rest * mean / budget)
+    passes = max(sizes.batches, begun * mean / budget)
+    passes += together * max(rest / later, rest * mean / budget)
     passes = max(1, math.ceil(passes))
     longest = lengths[: max(1, math.ceil(len(lengths) * first / prompts))]
-    together = max(1.0, min(math.ceil(first), budget * len(longest) / max(1, sum(longest))))
+    joint = max(1.0, min(math.ceil(first), budget * len(longest) / max(1, sum(longest))))
     blocks = sum(map(count_prompt_blocks, work.lengths)) / len(work.lengths)
-    peak = PeakChunk(together, tuple(max(1, n) for n in longest))
+    peak = PeakChunk(joint, tuple(max(1, n) for n in longest))
     again = longest[0] + math.ceil(EXPECTED_SHARE * work.room)
     preempts = sizes.cache.rows * (each * blocks + count_blocks(work.room)) > sizes.cache.blocks
     own = min(2, count_blocks(work.room))
-    fits = (together + 1) * (count_prompt_blocks(longest[0] + 1) + own) <= sizes.cache.blocks / sizes.batches
+    fits = (joint + 1) * (count_prompt_blocks(longest[0] + 1) + own) <= sizes.cache.blocks / sizes.batches
     if preempts and work.samples > 1 and fits:
         # A preempted row is prefilled together with new rows if their prompts fit into the cache as well.
-        peak = PeakChunk(together + again * together / max(1.0, peak.tokens), peak.lengths)
+        peak = PeakChunk(joint + again * joint / max(1.0, peak.tokens), peak.lengths)
     elif preempts and peak.tokens < again:
         peak = PeakChunk(1, (again,))
     return Chunks(

@@ -65,8 +65,8 @@ def list_kept_decoding(job: Job, rank: int, gpu: Gpu | None) -> dict[str, int]:
     bytes.
 
     A call qualifies if its parameters never leave the device, and if everything else still fits, including
-    evaluations. Calls with tensor parallelism do not qualify: their CUDA graphs contain collectives and must be
-    freed before the communicators.
+    evaluations. Calls with tensor or expert parallelism do not qualify: their CUDA graphs contain collectives and
+    must be freed before the communicators.
     """
     if gpu is None:
         return {}
@@ -109,6 +109,7 @@ def _list_candidates(program: Program, job: Job, rank: int) -> Iterator[Run]:
     for run in program.instructions:
         if not isinstance(run, Run) or run.role not in memory.stored:
             continue
-        generates = graph.call(run.call).kind is Kind.GENERATE
-        if generates and run.placement.strategy.tp == 1 and (run.role, run.placement.layout) in resting:
+        generates, strategy = graph.call(run.call).kind is Kind.GENERATE, run.placement.strategy
+        alone = strategy.tp == 1 == strategy.ep
+        if generates and alone and (run.role, run.placement.layout) in resting:
             yield run
