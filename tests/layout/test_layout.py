@@ -1,4 +1,5 @@
 from math import prod
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 from realrl.config.errors import UserError
 from realrl.families.registry import model_tensors
 from realrl.families.shape import ModelShape
+from realrl.layout import limits
 from realrl.layout.layout import Layout, build_layout, group_stacks
 from realrl.layout.ranges import (
     feed_forward,
@@ -129,6 +131,19 @@ def test_every_replica_holds_each_element(move: tuple[Layout, Layout, Cluster]) 
                         seen[region.tensor][box] += 1
                     assert prod(local.shape) >= region.numel and local.shape[1:] == region.size[1:]
             assert all((count > 0).all() for count in seen.values())
+
+
+@settings(max_examples=100, deadline=None)
+@given(moves(), st.integers(1, 200))
+def test_counted_elements_are_those_of_listed_tensors(
+    move: tuple[Layout, Layout, Cluster], bucket: int
+) -> None:
+    made = move[0]
+    with mock.patch.object(limits, "BUCKET_ELEMENTS", bucket):
+        for rank in made.placement.ranks:
+            runs = made.runs(rank)
+            padded = sum(run.size for run in runs), sum(run.size // run.replicas for run in runs)
+            assert made.count_stored(rank) == padded
 
 
 @settings(max_examples=100, deadline=None)

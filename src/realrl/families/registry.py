@@ -74,6 +74,7 @@ def model_tensors(shape: ModelShape, head: Head) -> tuple[TensorSpec, ...]:
     return tensors if shape.quantised is None else quantise_tensors(tensors, shape.quantised)
 
 
+@lru_cache(maxsize=256)
 def ties_embeddings(shape: ModelShape, head: Head) -> bool:
     """Return whether the embedding table is also the head, so that both ends of a pipeline hold it."""
     return any(spec.place is Place.BOTH_ENDS for spec in model_tensors(shape, head))

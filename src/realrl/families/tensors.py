@@ -1,7 +1,9 @@
 """The global tensors of a model, before any rank holds a part of them. This module does not import torch."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import groupby
 from math import prod
 from typing import Literal
 
@@ -212,6 +214,12 @@ class TensorSpec:
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+
+def group_specs(specs: Iterable[TensorSpec]) -> tuple[tuple[TensorSpec, ...], ...]:
+    """Group tensors in storage order by parameter of the transformer."""
+    by_parameter = groupby(specs, key=lambda spec: (spec.place, spec.parameter))
+    return tuple(tuple(stack) for _, stack in by_parameter)
 
 
 @dataclass(frozen=True, kw_only=True)

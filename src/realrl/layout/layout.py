@@ -1,5 +1,6 @@
 """The layout of a model: which regions each rank of a placement holds."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -7,8 +8,8 @@ from itertools import groupby
 
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
-from realrl.families.tensors import Place, TensorSpec
-from realrl.layout.limits import bucket_count
+from realrl.families.tensors import Place, TensorSpec, group_specs
+from realrl.layout.limits import pad_elements
 from realrl.layout.local_tensors import LocalTensor, cut_rows, local_tensor
 from realrl.layout.ranges import check_experts, query_heads, stage_layers
 from realrl.plan.axes import Divided, axes_dividing
@@ -31,8 +32,7 @@ class Run:
     @property
     def size(self) -> int:
         """Number of elements with padding."""
-        multiple = self.replicas * bucket_count(self.elements)
-        return -(-self.elements // multiple) * multiple
+        return pad_elements(self.elements, self.replicas)
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,19 @@ class Layout:
             Run(tensors[len(others) :], self._experts.strategy.replicas),
         )
 
+    def count_stored(self, rank: int) -> tuple[int, int]:
+        """Count the elements that a rank stores, with padding, and the elements of its shares of all buckets. This
+        is much faster than to add up `runs`, which lists tens of thousands of tensors of a large mixture."""
+        stage, numbers = self.placement.stage(rank), Counter[Placement]()
+        for stack, on_stages in self._alike:
+            held = [self.cut(spec, rank) for spec in stack if self.holds(spec, rank)]
+            if held and on_stages[stage]:
+                stored = sum(tensor.numel for tensor in self.cut_stored_rows(held, rank))
+                numbers[self.placement_of(stack[0])] += on_stages[stage] * stored
+        runs = [(number, placement.strategy.replicas) for placement, number in numbers.items()]
+        sizes = [pad_elements(number, replicas) for number, replicas in runs]
+        return sum(sizes), sum(size // replicas for size, (_, replicas) in zip(sizes, runs, strict=True))
+
     def holds(self, spec: TensorSpec, rank: int) -> bool:
         """Check whether a rank on one of a tensor's stages computes with the tensor or a part of it. It does not if
         the tensor belongs to an expert of other ranks."""
@@ -147,8 +160,21 @@ class Layout:
     @cached_property
     def stacks(self) -> tuple[tuple[TensorSpec, ...], ...]:
         """Global tensors in storage order, grouped by parameter of the transformer."""
-        by_parameter = groupby(self.specs, key=lambda spec: (spec.place, spec.parameter))
-        return tuple(tuple(specs) for _, specs in by_parameter)
+        return group_specs(self.specs)
+
+    @cached_property
+    def _alike(self) -> Sequence[tuple[tuple[TensorSpec, ...], Counter[int]]]:
+        """Parameters that ranks cut alike, because their tensors have the same shapes and partitions, such as one
+        matrix of every layer. Each item has the tensors of the first of these parameters, and the number of them on
+        each stage."""
+        found: dict[object, tuple[tuple[TensorSpec, ...], Counter[int]]] = {}
+        stages = iter(self.stages)
+        for stack in self.stacks:
+            kind = tuple((spec.partition, spec.shape, spec.expert) for spec in stack)
+            # All tensors of a parameter are on the same stages, so the stages of the first tensor are enough.
+            on_stages, *_ = [next(stages) for _ in stack]
+            found.setdefault(kind, (stack, Counter()))[1].update(on_stages)
+        return tuple(found.values())
 
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:

@@ -117,6 +117,12 @@ def bucket_count(elements: int) -> int:
     return max(1, round(elements / BUCKET_ELEMENTS))
 
 
+def pad_elements(elements: int, replicas: int) -> int:
+    """Pad elements so that every bucket divides evenly among `replicas` ranks, which store the same elements."""
+    multiple = replicas * bucket_count(elements)
+    return -(-elements // multiple) * multiple
+
+
 def count_logit_rows(columns: int, *, cpu: bool) -> int:
     """Count the rows in a chunk of logits that is computed at a time; each row has `columns` logits."""
     if cpu:

@@ -7,7 +7,7 @@ from functools import cache, cached_property
 from realrl.families.adapters import ADAPTERS
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
-from realrl.families.tensors import TensorSpec
+from realrl.families.tensors import TensorSpec, group_specs
 
 BASE, TUNED, QUANTISED = "base", "tuned", "quantised"
 """Every role has a `base` set. A `tuned` set has the tensors that training updates if a role is trained only in
@@ -67,6 +67,11 @@ class ParameterSet:
     tensors: tuple[TensorSpec, ...]
     trainable: bool
     """Whether training updates the tensors, so that they have gradients and optimizer state."""
+
+    @cached_property
+    def stacks(self) -> tuple[tuple[TensorSpec, ...], ...]:
+        """Tensors in storage order, grouped by parameter of the transformer."""
+        return group_specs(self.tensors)
 
     @cached_property
     def layers(self) -> tuple[int, ...]:

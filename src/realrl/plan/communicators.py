@@ -2,7 +2,7 @@
 communicators depend only on the plan. The runtime makes the communicators, and the planner reserves memory for
 them."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -65,10 +65,11 @@ def list_own_rank_sets(placement: Placement, rank: int) -> dict[Role, RankSet]:
     not in it."""
     position = rank - placement.mesh.first
     return {
-        # The position of the group's first rank is this position without its offset in the group.
-        role: _members(placement, role, position - degrees.offsets(*axes)[degrees.index(position, *axes)])
+        # The group's first rank is this rank without its offset in the group.
+        role: _members(role, rank - offsets[degrees.index(position, *axes)], offsets)
         for role in CTAS
         for axes, degrees in [(_role_axes(role), _role_degrees(placement, role))]
+        for offsets in [degrees.offsets(*axes)]
     }
 
 
@@ -104,10 +105,9 @@ def _role_axes(role: Role) -> tuple[str, ...]:
             return axes_dividing(*Divided)
 
 
-def _members(placement: Placement, role: Role, origin: int) -> RankSet:
-    """List the ranks of the group whose first position in the mesh is `origin`."""
-    first = placement.mesh.first + origin
-    ranks = tuple(first + offset for offset in _role_degrees(placement, role).offsets(*_role_axes(role)))
+def _members(role: Role, first: int, offsets: Sequence[int]) -> RankSet:
+    """List the ranks of the group that has its first rank at `first`, and its members at `offsets` from there."""
+    ranks = tuple(first + offset for offset in offsets)
     match role:
         case "reverse_pipeline":
             return ranks[::-1]
@@ -135,8 +135,10 @@ def list_groups(placement: Placement) -> Iterator[tuple[Role, RankSet]]:
     """List the groups of all ranks of a placement, each once. Asking every rank for its groups would take time that
     grows with the square of the number of ranks."""
     for role in CTAS:
-        for origin in _role_degrees(placement, role).origins(*_role_axes(role)):
-            ranks = _members(placement, role, origin)
+        axes, degrees = _role_axes(role), _role_degrees(placement, role)
+        offsets = degrees.offsets(*axes)
+        for origin in degrees.origins(*axes):
+            ranks = _members(role, placement.mesh.first + origin, offsets)
             if role == "context":
                 for size in list_block_sizes(len(ranks))[:-1]:
                     yield from ((role, ranks[i : i + size]) for i in range(0, len(ranks), size))

@@ -211,8 +211,7 @@ class Memory:
                 stored = self.stored[role]
                 tensors = stored.sets[name].tensors
                 self._layouts[where] = build_layout(stored.shape, stored.head, placement, tensors)
-            runs = self._layouts[where].runs(rank)
-            self._numbers[key] = sum(run.size for run in runs), sum(run.size // run.replicas for run in runs)
+            self._numbers[key] = self._layouts[where].count_stored(rank)
         return self._numbers[key]
 
 

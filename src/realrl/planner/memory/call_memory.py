@@ -12,7 +12,7 @@ from realrl.config.errors import UserError
 from realrl.config.values import format_bytes
 from realrl.dataflow.call import Call, Kind
 from realrl.families.sizes import estimate_attention_cost
-from realrl.layout.limits import bucket_count, message_limits
+from realrl.layout.limits import message_limits, pad_elements
 from realrl.layout.sets import BASE, element_width
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import ELEMENT_BYTES, Placement
@@ -297,15 +297,9 @@ def _pad_stages(sizes: SetSizes, replicas: int, expert_replicas: int, pp: int) -
     Returns the elements of each stage, and those in a rank's shares."""
     stages = []
     for others, experts in zip(sizes.stage_elements(pp), sizes.stage_experts(pp), strict=True):
-        padded = _pad(others, replicas), _pad(experts, expert_replicas)
+        padded = pad_elements(others, replicas), pad_elements(experts, expert_replicas)
         stages.append((sum(padded), padded[0] // replicas + padded[1] // expert_replicas))
     return tuple(stages)
-
-
-def _pad(elements: int, replicas: int) -> int:
-    """Pad elements so that every bucket divides evenly among `replicas` ranks."""
-    multiple = replicas * bucket_count(elements)
-    return -(-elements // multiple) * multiple
 
 
 def _usable(group: NodeGroup, cluster: Cluster) -> int:

@@ -70,7 +70,7 @@ def count_layout_bytes(placements: Iterable[Placement], cluster: Cluster) -> int
     return sum(_layout_bytes(mesh.nodes(cluster), degrees, ep) for mesh, degrees, ep in keys)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1 << 14)
 def _layout_bytes(nodes: Cluster, degrees: Degrees, ep: int) -> int:
     """Bytes per device of a layout's process groups on these nodes. If groups of a role differ, the one with the
     most bytes counts."""

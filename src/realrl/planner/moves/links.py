@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby
 
 import numpy as np
@@ -104,6 +104,7 @@ class ParameterBytes:
     has no experts."""
 
     @classmethod
+    @lru_cache(maxsize=256)
     def of(cls, model: StoredModel, width: int, name: str = BASE) -> "ParameterBytes":
         """Build from the parameter set `name` of a model. Each parameter has `width` bytes unless it is
         quantised."""

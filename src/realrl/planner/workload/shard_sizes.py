@@ -5,7 +5,6 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import groupby
 
 import numpy as np
 
@@ -284,7 +283,7 @@ class LocalSizes:
                 found["end" if spec.place is Place.LAST else "embedding"].add(spec.parameter)
         return {name: len(parameters) for name, parameters in found.items()}
 
-    @lru_cache(maxsize=256)  # noqa: B019 -- instances are few and small
+    @lru_cache(maxsize=4096)  # noqa: B019 -- instances are few and small
     def cut_sets(self, copies: int, expert_copies: int) -> "Mapping[str, SetSizes]":
         """Compute the sizes of parameter sets if each of the ranks with the same parameters stores its own rows
         (ZeRO-3). `expert_copies` ranks have the same experts, and `copies` ranks have the same other parameters."""
@@ -301,10 +300,10 @@ class LocalSizes:
         layers = {of_kind[0]: _LayerSums([0] * self.tp) for of_kind in numbers if of_kind}
         embedding = [0] * self.tp
         end = [0] * self.tp
-        for (place, _), specs in groupby(of.tensors, key=lambda spec: (spec.place, spec.parameter)):
+        for stack in of.stacks:
+            place = stack[0].place
             if not isinstance(place, Place) and place not in layers:
                 continue
-            stack = list(specs)
             if isinstance(place, Place):
                 sums = end if place is Place.LAST else embedding
             else:
