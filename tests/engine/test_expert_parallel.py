@@ -16,7 +16,7 @@ MODELS: dict[str, tuple[ModelShape, Head]] = {
     ),
     "llama4, shared block": (
         ModelShape(
-            family="llama4_text", vocab_size=63, hidden_size=24, intermediate_size=14, layers=3, heads=4,
+            family="llama4_text", vocab_size=61, hidden_size=24, intermediate_size=14, layers=3, heads=4,
             kv_heads=2, head_dim=6, init_std=0.2,
             mixture=Mixture(
                 experts=8, per_token=1, scores="sigmoid", normalised=False, weighed="inputs", shared=1

@@ -142,9 +142,11 @@ class Strategy:
         return replace(self, degrees=self.degrees.changed(by_axis), ep=ep)
 
     def for_generation(self) -> "Strategy":
-        """Copy the strategy for a call that generates: context-parallel ranks take items of their own, every rank
-        stores all parameters that it computes with, and TP ranks cut experts like other matrices."""
-        return replace(self.with_degrees(dp=self.copies, cp=1, ep=1), zero=1, recompute=False)
+        """Copy the strategy for a call that generates: context-parallel ranks take items of their own, and every
+        rank stores all parameters that it computes with. If stages divide experts among data-parallel ranks, TP
+        ranks cut experts like other matrices instead."""
+        ep = 1 if self.decodes_together and self.pp > 1 else self.ep
+        return replace(self.with_degrees(dp=self.copies, cp=1, ep=ep), zero=1, recompute=False)
 
     def for_experts(self) -> "Strategy":
         """Make the strategy of the experts alone, which determines their layout.

@@ -366,8 +366,8 @@ def make_uniform_plan(
     """Make the plan that runs all calls on all devices with one strategy; functions run on all hosts. `degrees`
     are degrees of parallelism by axis, apart from `dp`.
 
-    Calls that do not support the ZeRO stage `zero` use stage 1. Generation also has data parallelism in place of
-    context parallelism, and no expert parallelism. With `ep`, all models must be mixtures.
+    Calls that do not support the ZeRO stage `zero` use stage 1. For generation, see `Strategy.for_generation`.
+    With `ep`, all models must be mixtures.
     """
     everywhere = Mesh(0, cluster.size)
     ep = degrees.pop("ep", 1)

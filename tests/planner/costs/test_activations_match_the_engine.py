@@ -339,6 +339,20 @@ def test_ranks_that_divide_experts_allocate_the_predicted_bytes(
     check(name, model, place([strategy, *flags], 1600), EVEN)
 
 
+@pytest.mark.parametrize(
+    ("family", "strategy"),
+    [
+        ("qwen3_moe", "2 1 1 e2"),
+        ("qwen3_moe", "2 2 1 e4"),
+        ("qwen3_moe", "1 4 1 e2"),
+        ("llama4_text", "4 1 1 e4"),
+        ("glm4_moe", "2 1 1 e2"),
+    ],
+)
+def test_ranks_that_divide_experts_generate_in_the_predicted_bytes(family: str, strategy: str) -> None:
+    check("generate", StoredModel(FAMILIES[family], "lm", "float32", False), place([strategy], 1600), EVEN)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_with_uneven_query_groups_allocate_the_predicted_bytes(kind: str) -> None:
     name, *flags = kind.split()

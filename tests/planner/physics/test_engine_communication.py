@@ -3,7 +3,8 @@
 import pytest
 
 from realrl.dataflow.call import Kind
-from realrl.plan.placement import Placement
+from realrl.families.shape import Mixture
+from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.workload import batching
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel
@@ -144,3 +145,24 @@ def test_stages_pass_hidden_states_of_every_decode_batch() -> None:
     first = run("generate", place(pp=2))
     assert first == {("send", prefilled): 2, ("send", decoded): 2 * NEW, ("receive", 2 * 8): 2 * NEW}
     assert charge("generate", place(pp=2))["pipeline"] == prefilled + 2 * NEW * decoded
+
+
+def test_ranks_that_divide_experts_gather_tokens_in_decode_steps() -> None:
+    """Each of two ranks decodes two rows. A prefill sends tokens to the experts of all layers but the last."""
+    mixture = Mixture(experts=4, per_token=2)
+    model = store(SHAPE.model_copy(update={"family": "mixtral", "mixture": mixture}), dtype="float32")
+    placement = Placement(Mesh(0, 2), Strategy(dp=2, ep=2, micro_batch_tokens=1 << 20))
+    lone = LoneRank(model, placement, 0)
+    with nobody_else() as found:
+        lone.generate(Sequences.of(PROMPTS[:2], model), NEW)
+    states, choices = 4 * 4 * HIDDEN, 4 * 2 * (4 + 4)
+    decoded = select(found, states, states + choices)
+    assert decoded == {
+        ("all_gather", states + choices): NEW * LAYERS,
+        ("reduce_scatter", states): NEW * LAYERS,
+    }
+    sent = sum(n * size / 2 for (kind, size), n in found.items() if kind == "all_to_all")
+    charged = cost(
+        Kind.GENERATE, Workload(4, (9,), (NEW,), NEW), placement, WIRE, model=model, expert_spread=0.0
+    )
+    assert charged["experts"] == pytest.approx(send(decoded, 2) + sent)

@@ -129,8 +129,6 @@ class RowBuffers:
         """Write the rows that a turn changes into the buffers."""
         arrays = self._arrays
         rows = turn.rows
-        # A step of the last turn has added a token to rows that only pad it.
-        arrays["own_lengths"][len(rows) :] = 0
         if turn.rearranged:
             slots = np.fromiter((row.slot for row in rows), np.int64, len(rows))
             for array in arrays.values():
@@ -142,6 +140,8 @@ class RowBuffers:
             for name in ("own_tables", "prompt_lengths"):
                 arrays[name][len(rows) :] = 0  # rows that only pad a step write to the scratch block
             self._find_prompts(rows)
+        # Steps of the last turn have added tokens to rows that only pad it.
+        arrays["own_lengths"][len(rows) :] = 0
         for row in turn.grown:
             arrays["own_tables"][row.slot, : len(row.blocks)] = row.blocks
         if self._mirrored:

@@ -123,6 +123,9 @@ def cost_generation(context: CallContext) -> Mapping[str, Floats]:
     )
     prefills = [kind.timing.prefill(size) for kind in context.kinds]
     terms = cost_forward_pass(context, passes, prefills, outside)
+    if context.strategies.ep > 1:
+        skipped = passes.count * last.expert_communication(passes.tokens).device
+        terms["experts"] = terms["experts"] - np.where(context.strategies.pp == 1, skipped, 0.0)
     decoding = (
         _cost_decode_steps(context, sizes)[0] if work.environment is None else _cost_turns(context, sizes)
     )

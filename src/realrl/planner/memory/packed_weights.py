@@ -21,7 +21,9 @@ def packed_weight_bytes(sizes: LocalSizes, dtype: Dtype, *, layers: Sequence[Int
     found: Ints = head * _add_rows(sizes.padded_vocab) * sizes.shape.hidden_size
     for kind, count in zip(sizes.kinds, layers, strict=True):
         own = kind.sizes
-        matrices = () if sizes.shape.quantised else own.matmul_shapes + own.experts * own.expert_shapes
+        matrices = (
+            () if sizes.shape.quantised else own.matmul_shapes + own.experts // own.ep * own.expert_shapes
+        )
         found = found + count * sum(_add_rows(rows) * columns for rows, columns in matrices)
     return _element_bytes(dtype) * found
 
