@@ -118,7 +118,8 @@ class Generation:
         # Prompts that are prefilled together should have similar lengths, because some attention kernels pad them.
         groups.sort(key=lambda group: -self._given.lengths[group[0]])
         rows = list_rows(groups, self._given.to(torch.device("cpu")))
-        keys = SamplingNoise(seed).make_keys(torch.tensor(batch.ids)).tolist() if part is None else part.keys
+        ids = torch.tensor(batch.ids, dtype=torch.int64)
+        keys = SamplingNoise(seed).make_keys(ids).tolist() if part is None else part.keys
         for row in rows:
             row.key = keys[row.number]
             if part is not None:
