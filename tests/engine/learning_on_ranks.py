@@ -28,7 +28,7 @@ from realrl.huggingface.initial_weights import initialise
 from realrl.layout import limits
 from realrl.layout.layout import build_layout
 from realrl.plan.communicators import list_rank_sets
-from realrl.plan.placement import Placement, Strategy
+from realrl.plan.placement import Placement
 from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.optimizer import OptimizerConfig
 from realrl.runtime.processes.environment import leave
@@ -91,7 +91,7 @@ def check_learning_on_ranks(
     for rank, results in enumerate(found):
         assert len(results) == len(cases)
         for (name, placement), figures in zip(cases, results, strict=True):
-            samples = can_sample(placement.strategy)
+            samples = placement.strategy.can_generate
             expected = {k: v for k, v in alone[name].items() if samples or not _is_sampled(k)}
             differing = figures.keys() ^ expected.keys()
             assert not differing, f"rank {rank}, {name}, {placement}: {differing}"
@@ -105,12 +105,6 @@ def check_learning_on_ranks(
                     equal_nan=True,
                     msg=lambda m, w=where: f"{w}: {m}",
                 )
-
-
-def can_sample(strategy: Strategy) -> bool:
-    """Whether generation can have this strategy, or needs another layout."""
-    in_step = strategy.decodes_together and strategy.pp > 1
-    return not strategy.shards_parameters and strategy.cp == 1 and not in_step
 
 
 def _is_sampled(figure: str) -> bool:
@@ -251,7 +245,7 @@ def learn(model: Model, everything: Batch) -> dict[str, torch.Tensor]:
         for name in ("teacher_ids", "teacher_top_logprobs"):
             sums = [float(row.double().square().sum()) for row in likeliest[name].rows()]
             results[name] = gathered(model, items, sums if model.shard.last else [])
-    if head == "lm" and can_sample(strategy):
+    if head == "lm" and strategy.can_generate:
         results |= sample(model, items, local, samples=1)
         # Every prompt GROUP times; one process prefills and caches each of them by itself.
         prompts = everything["tokens"].select([i // GROUP for i in range(ITEMS)])

@@ -215,6 +215,11 @@ class Strategy:
         return self.tp % self.ep > 0
 
     @property
+    def can_generate(self) -> bool:
+        """Whether calls that generate accept this strategy."""
+        return self.cp == 1 and not self.shards_parameters and not (self.decodes_together and self.pp > 1)
+
+    @property
     def all_degrees(self) -> Degrees:
         """Degrees of all axes with `ep` among them, as in files and tables, to tell strategies apart. Their product
         is not the number of ranks if `ep` is above 1."""

@@ -101,7 +101,8 @@ def _neighbours(scenario: Scenario, call: Call, placement: Placement) -> Iterato
     if s.ep % 2 == 0:
         changes.append(s.with_degrees(ep=s.ep // 2))
     for strategy in changes:
-        yield Placement(placement.mesh, strategy)
+        if call.kind is not Kind.GENERATE or strategy.can_generate:
+            yield Placement(placement.mesh, strategy)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -355,7 +355,7 @@ class _Builder:
         if strategy.ep == 1:
             return True
         hands_on = call.portions > 1 or call.name == self.apart
-        return strategy.decodes_together and strategy.pp == 1 and not hands_on
+        return strategy.decodes_together and strategy.can_generate and not hands_on
 
     def _dtypes(self, call: Call) -> tuple[Dtype | None, ...]:
         """Return the data types that a call's parameters may have. None means the model's own type."""

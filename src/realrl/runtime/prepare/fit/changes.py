@@ -338,4 +338,5 @@ def _more_parts(place: Placement, most: int, *, divides_tokens: bool) -> list[St
         for degrees in list_degrees(size, allowed, rest="dp")
         if (old.zero == 1 or degrees.copies > 1) and divides_experts(degrees, old.ep)
     )
-    return sorted((s for s in found if s != old), key=lambda s: (-s.dp, s.pp))
+    others = (s for s in found if s != old and (divides_tokens or s.can_generate))
+    return sorted(others, key=lambda s: (-s.dp, s.pp))
