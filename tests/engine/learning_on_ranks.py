@@ -91,7 +91,7 @@ def check_learning_on_ranks(
     for rank, results in enumerate(found):
         assert len(results) == len(cases)
         for (name, placement), figures in zip(cases, results, strict=True):
-            samples = placement.strategy.can_generate
+            samples = placement.strategy.can_generate()
             expected = {k: v for k, v in alone[name].items() if samples or not _is_sampled(k)}
             differing = figures.keys() ^ expected.keys()
             assert not differing, f"rank {rank}, {name}, {placement}: {differing}"
@@ -245,7 +245,7 @@ def learn(model: Model, everything: Batch) -> dict[str, torch.Tensor]:
         for name in ("teacher_ids", "teacher_top_logprobs"):
             sums = [float(row.double().square().sum()) for row in likeliest[name].rows()]
             results[name] = gathered(model, items, sums if model.shard.last else [])
-    if head == "lm" and strategy.can_generate:
+    if head == "lm" and strategy.can_generate():
         results |= sample(model, items, local, samples=1)
         # Every prompt GROUP times; one process prefills and caches each of them by itself.
         prompts = everything["tokens"].select([i // GROUP for i in range(ITEMS)])

@@ -31,6 +31,13 @@ MODELS: dict[str, tuple[ModelShape, Head]] = {
         ),
         "scalar",
     ),
+    "gpt_oss, biases": (
+        ModelShape(
+            family="gpt_oss", vocab_size=61, hidden_size=24, intermediate_size=12, layers=3, heads=4, kv_heads=2,
+            head_dim=6, init_std=0.2, mixture=Mixture(experts=8, per_token=2), window=5, windowed_layers=(0, 2),
+        ),
+        "lm",
+    ),
     # With two pipeline stages, the first one has no experts.
     "glm4_moe, dense layers": (
         ModelShape(

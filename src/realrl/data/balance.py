@@ -1,7 +1,8 @@
 """Assignment of items to data-parallel ranks, mini-batches and micro-batches.
 
-All functions are pure functions of token counts, so every rank computes the same assignment by itself. An item is
-named by its position in `costs`. A cost is a number of tokens, never negative.
+All functions are pure functions of costs, so every rank computes the same assignment by itself. An item is named by
+its position in `costs`. A cost is a number of tokens, or the time of some tokens in units of one token. It is never
+negative.
 """
 
 import heapq
@@ -84,7 +85,7 @@ def partition_shared(
 def _count_cost(
     items: Sequence[int], costs: Sequence[int], shared: Sequence[int], prompts: Sequence[int]
 ) -> int:
-    """Count the tokens of ascending items; tokens that neighbours share count once."""
+    """Add up the costs of ascending items; what neighbours share counts once."""
     once = sum(shared[i] for before, i in pairwise(items) if prompts[before] == prompts[i])
     return sum(costs[i] for i in items) - once
 

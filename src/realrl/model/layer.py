@@ -57,7 +57,7 @@ class ExpertBlock:
 
     @property
     def divided(self) -> bool:
-        """Whether ranks divide the experts, so that tokens are sent to the ranks of their experts."""
+        """Whether ranks divide the experts, so that a token's outputs come from several ranks."""
         return self.group.size > 1
 
     def run(self, x: Tensor, matrices: Matrices, routing: Routing) -> Tensor:
@@ -102,7 +102,8 @@ class ExpertBlock:
         count = self.mixture.experts // self.group.size
         numbers = numbers.long() - self.group.index * count
         # Copies for the experts of other ranks come last, and belong to no group.
-        groups = Groups.of(torch.where((numbers >= 0) & (numbers < count), numbers, count), count)
+        numbers = torch.where((numbers >= 0) & (numbers < count), numbers, count)
+        groups = Groups.of(numbers, count, has_others=True)
         sums = self._apply(tokens, weights, groups, matrices)
         own = sums.new_empty(rows, sums.shape[1])
         reduce_scatter(own, sums, self.group)
@@ -166,8 +167,6 @@ class ExpertBlock:
             inner = inner * weights.to(inner.dtype)[:, None]
         rows = matrices.multiply_groups(inner, self.down, groups)
         del inner
-        if matrices.gathers_tokens and self.divided:
-            rows = groups.clear_others(rows)
         if self.down_bias is not None:
             if not self.adds_down_bias:
                 # A rank that adds nothing computes a gradient too, because hooks wait for it.
@@ -175,6 +174,8 @@ class ExpertBlock:
             elif mixture.weighed == "inputs":
                 weights = torch.ones_like(weights)
             rows = matrices.add_biases(rows, self.down_bias, weights, groups)
+        if groups.has_others:
+            rows = groups.clear_others(rows)
         sums = sum_copies(rows, groups)
         if dispatch is None:
             return sums

@@ -214,10 +214,10 @@ class Strategy:
         """Whether experts are divided among data-parallel ranks, so that these generate in step."""
         return self.tp % self.ep > 0
 
-    @property
-    def can_generate(self) -> bool:
-        """Whether calls that generate accept this strategy."""
-        return self.cp == 1 and not self.shards_parameters and not (self.decodes_together and self.pp > 1)
+    def can_generate(self, portions: int = 1) -> bool:
+        """Check whether a call that generates accepts this strategy. `portions`: see `Call.portions`."""
+        apart = self.pp == 1 == portions or not self.decodes_together
+        return self.cp == 1 and not self.shards_parameters and apart
 
     @property
     def all_degrees(self) -> Degrees:

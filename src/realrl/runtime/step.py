@@ -240,7 +240,7 @@ class TrainingSteps:
     def _begin_batch(self, step: int, prompts: list[int]) -> None:
         """Begin the batch that is trained on in `step`. `prompts`: numbers of its records."""
         phase = self._job.train
-        store = Store(phase.graph, phase.plan, self._samples, phase.attention_costs)
+        store = Store(phase.graph, phase.plan, phase.attention_costs, self._samples)
         self.under_way[step] = TrainingBatch(store, self._make_input(step, prompts), prompts=prompts)
 
     def _run_in_rounds(self, step: int, sampled: SampledStep, watch: StepWatch | None) -> dict[str, float]:
@@ -414,7 +414,7 @@ class SamplingRounds:
     ) -> tuple[_Round, dict[str, Metrics]]:
         """Run a round, and inform all ranks which rank holds which rows."""
         phase, rank = self._step.sampling, self._process.rank
-        store = Store(phase.graph, phase.plan, self._samples, phase.attention_costs)
+        store = Store(phase.graph, phase.plan, phase.attention_costs, self._samples)
         metrics = self._worker.run(phase.programs[rank], store, inputs, timer, watch)
         items: dict[str, tuple[int, list[int]]] = {}
         scores: dict[int, float] = {}
@@ -442,7 +442,7 @@ class SamplingRounds:
 
         Rows stay on their ranks.
         """
-        merged = Store(self._graph, self._plan, self._samples, self._step.learning.attention_costs)
+        merged = Store(self._graph, self._plan, self._step.learning.attention_costs, self._samples)
         merged.size = len(chosen) * self._samples
         origins = [(number, i * self._samples + k) for number, i in chosen for k in range(self._samples)]
         for call in self._step.sampling.graph.calls:

@@ -21,8 +21,6 @@ from realrl.engine.generation.scheduler import DecodeRow, TokenChoice
 from realrl.engine.generation.turns import TurnReply, take_all
 from realrl.serving.engine import EngineClosedError, Piece, SamplingOptions
 
-_WAIT_SECONDS = 0.5
-"""How long an idle engine waits for a request before it looks whether it should close."""
 _SAME_CONVERSATION = 0.5
 """A request continues the conversation of a row if it shares at least this part of the row's tokens."""
 
@@ -156,11 +154,11 @@ class Requests:
             request.finish = "length"  # the context is full
         request.send()
 
-    def collect(self, *, idle: bool) -> list[TurnReply]:
+    def collect(self, seconds: float) -> list[TurnReply]:
         """Send the tokens of the last steps, and give waiting requests to idle rows."""
         for request in self._running.values():
             request.send()
-        arrived = take_all(self._arrived, _WAIT_SECONDS if idle and not self._queue else 0.0)
+        arrived = take_all(self._arrived, 0.0 if self._queue else seconds)
         self._queue.extend(request for request in arrived if request is not None)
         if self._closed is not None:
             done = [TurnReply(row, done=True) for row in self._idle]

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.finite import NotFiniteError
 from realrl.engine.generation import generator
+from realrl.engine.generation.lockstep import Lockstep, Pace
 from realrl.engine.generation.sampling_noise import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.huggingface import model_files
@@ -91,6 +92,28 @@ def test_batch_split_does_not_change_generated_tokens(
     model: Model, common: int, whole: Batch, kv_capacity: int
 ) -> None:
     assert_rows(generate(model, prompts(), eos=common, kv_capacity=kv_capacity), whole, list(range(32)))
+
+
+@pytest.mark.parametrize("kv_capacity", [100, 100_000])
+def test_rows_of_other_ranks_change_no_tokens(
+    model: Model, common: int, whole: Batch, kv_capacity: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that decode in step add rows that count nowhere. Each asks only for the rows that it has itself."""
+    asked: list[int] = []
+    left = iter(range(5))
+
+    def agree(_: Lockstep, own: Pace) -> Pace:
+        asked.append(own.width)
+        # The other ranks go on for five turns more.
+        goes_on = own.goes_on or next(left, None) is not None
+        return Pace(goes_on, prefills=True, steps=1, width=max(own.width, 4))
+
+    monkeypatch.setattr(Lockstep, "agree", agree)
+    monkeypatch.setattr(Lockstep, "joint", True)
+    monkeypatch.setattr(Lockstep, "agree_on_rows", lambda _, most: max(most, 4))
+    assert_rows(generate(model, prompts(), eos=common, kv_capacity=kv_capacity), whole, list(range(32)))
+    assert asked[-6:] == [0] * 6
+    assert len(set(asked)) > 2
 
 
 @pytest.mark.parametrize("positions", [list(range(31, -1, -1)), [4], [17, 3, 29]])

@@ -66,7 +66,7 @@ class Answers:
         self.turns[row] = self.turns.get(row, 0) + 1
         self.asked.append((row, (row + self.turns[row]) % 4))
 
-    def collect(self, *, idle: bool) -> list[TurnReply]:
+    def collect(self, seconds: float) -> list[TurnReply]:
         due = [row for row, looks in self.asked if not looks]
         self.asked = [(row, looks - 1) for row, looks in self.asked if looks]
         return [self.reply(row) for row in due]

@@ -58,7 +58,7 @@ def _send_control_messages(rank: int, name: str, scratch: str) -> None:
     dist.isend = count
     process = Process(rank, WORLD, torch.device("cpu"), dist.group.WORLD)
     plan = make_plan(name)
-    store = Store(A_CHAIN, plan)
+    store = Store(A_CHAIN, plan, {})
     rows = Ragged.of([torch.arange(3)] * ITEMS)
     store.feed(Batch(tuple(range(ITEMS)), {"x": rows}))
     share = share_of(plan, rank)

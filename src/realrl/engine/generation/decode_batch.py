@@ -38,6 +38,9 @@ from realrl.model.paged_attention import count_run_rows
 from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.stop_strings import StopStrings
 
+_WAIT_SECONDS, _SHORT_WAIT_SECONDS = 0.5, 0.01
+"""How long a rank with nothing else to do waits for a reply before it tells the other ranks that there is none."""
+
 
 class GenerateCall:
     """Rows, cache and sampling of a generate call on one rank, shared by its decode batches."""
@@ -74,8 +77,8 @@ class GenerateCall:
         self.new_tokens = sampling.max_new_tokens
         self.turns = turns
         self._by_number = {row.number: row for row in rows}
-        self.others_decode = False
-        """Whether ranks that take turns together with this one decoded rows in the last turn."""
+        self.decoded = False
+        """Whether this rank, or one that takes turns together with it, decoded rows in the last turn."""
         self._rewound: list[tuple[DecodeRow, int]] = []
         """Rows that lose tokens in the turn that is being planned, and how many tokens they keep."""
         self.batches = batches = model.groups.pipeline.size
@@ -117,12 +120,15 @@ class GenerateCall:
         # At the end, earlier stages plan once more than the last stage, and there is nothing left to collect.
         if self.turns is None or self.scheduler.done:
             return
-        idle = self.scheduler.idle and not self.others_decode
-        if idle:
+        seconds = _WAIT_SECONDS if self.scheduler.idle else 0.0
+        if seconds and self.lockstep.joint:
+            # The others wait for this rank, although one of them may have rows to decode, or get a reply first.
+            seconds = 0.0 if self.decoded else _SHORT_WAIT_SECONDS
+        if seconds:
             # Other stages wait for the tokens of the last turn, and the environment may take long.
             self.model.pipeline.flush()
         resumed = []
-        for reply in self.turns.collect(idle=idle):
+        for reply in self.turns.collect(seconds):
             row = self._by_number[reply.row]
             if reply.kept is not None:
                 row.rewind(reply.kept)
@@ -196,6 +202,8 @@ class DecodeBatch:
         self._rows = self._buffers.view(0)
         self._turn = DecodeTurn()
         self._pace = Pace(goes_on=True, prefills=False, steps=0, width=0)
+        self._own_width = 0
+        """Number of rows that this rank needs in a decode step."""
         self._prefill_recv: PendingRecv | None = None
         self._hidden_recv: PendingRecv | None = None
 
@@ -228,7 +236,9 @@ class DecodeBatch:
             tokens = pipeline.post_recv_tokens(self._pace.width)
             yield
             self._rows.advance(tokens.wait())
-        if not self._pace.steps:  # rows wait for blocks that other batches hold
+        if (
+            not self._pace.steps
+        ):  # all rows wait: for blocks that other batches hold, or for their environment
             yield
         self._record()
         self._plan()
@@ -255,12 +265,13 @@ class DecodeBatch:
         self._turn = turn
         call.read_experts(turn)
         self._buffers.arrange(turn)
+        if turn.rearranged:
+            self._own_width = count_computed_rows(len(turn.rows), on_gpu=call.on_gpu)
         before = self._pace.width
-        width = count_computed_rows(len(turn.rows), on_gpu=call.on_gpu) if turn.rearranged else before
         self._pace = call.lockstep.agree(
-            Pace(not call.scheduler.done, len(turn.prefills) > 0, turn.steps, width)
+            Pace(not call.scheduler.done, len(turn.prefills) > 0, turn.steps, self._own_width)
         )
-        call.others_decode = self._pace.steps > turn.steps == 0
+        call.decoded = self._pace.steps > 0
         if turn.rearranged or self._pace.width != before:
             self._rows = self._buffers.view(self._pace.width)
         if turn.rows and not call.model.pipeline.first:

@@ -40,7 +40,7 @@ class DecodeSize:
     blocks: int
     """Blocks of the KV cache."""
     rows: int
-    """Rows of a decode batch, including rows that only pad a graph."""
+    """Rows of a decode batch, including rows that only pad a step."""
     longest_prompt: int
     """Tokens of the longest prompt."""
 

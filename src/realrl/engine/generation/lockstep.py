@@ -22,7 +22,7 @@ class Pace:
     prefills: bool
     """Whether a rank has sequences to prefill."""
     steps: int
-    """Number of decode steps."""
+    """Number of decode steps: one if a rank has more sequences to prefill."""
     width: int
     """Number of rows of a decode step."""
 
@@ -43,9 +43,10 @@ class Lockstep:
         """Return the pace that is enough for all ranks."""
         if self._group is None:
             return own
-        numbers = [int(own.goes_on), int(own.prefills), own.steps, own.width]
-        found = self._group.max(torch.tensor(numbers, device=self._device)).tolist()
-        return Pace(bool(found[0]), bool(found[1]), *found[2:])
+        numbers = [own.goes_on, own.prefills, own.steps == 1, own.steps, own.width]
+        found = self._group.max(torch.tensor([*map(int, numbers)], device=self._device)).tolist()
+        goes_on, prefills, hurries, steps, width = found
+        return Pace(bool(goes_on), bool(prefills), 1 if hurries else steps, width)
 
     def agree_on_rows(self, most: int) -> int:
         """Return the largest number of rows that a rank has room for."""

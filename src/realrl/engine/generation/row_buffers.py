@@ -169,8 +169,10 @@ class RowBuffers:
         self._most = int(np.diff(changes).max(initial=1))
 
     def view(self, rows: int) -> BufferedRows:
-        """View the first rows. Those without a prompt only pad a step."""
-        device, known = self._device, self._prompt_starts
+        """View the first rows. Those behind the last prompt only pad a step. On a CPU, each of them stands for a
+        prompt of its own: starts of prompts [0, 2, 3] become [0, 2, 3, 4, 5] for 5 rows."""
+        device = self._device
+        known = self._prompt_starts[self._prompt_starts <= rows]
         padding = torch.arange(int(known[-1]) + 1 if len(known) else 0, rows + 1)
         names = ("temperatures", "top_k", "top_p", "first_ends")
         return BufferedRows(

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from realrl.layout.kv_blocks import REPLACED_TOGETHER, CacheSize, count_blocks, count_prompt_blocks
 
 SCRATCH = 0
-"""Block that no row owns. Rows that only pad a graph, and finished rows, write to it. Its content is never used."""
+"""Block that no row owns. Rows that only pad a step, and finished rows, write to it. Its content is never used."""
 
 
 class BlockPool:

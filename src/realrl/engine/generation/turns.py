@@ -44,9 +44,8 @@ class Turns(Protocol):
     def end(self, row: int, tokens: Sequence[int]) -> None:
         """End a turn of the model: its sampled tokens, with the token that ended it, if any."""
 
-    def collect(self, *, idle: bool) -> Sequence[TurnReply]:
-        """Return the replies that have arrived. If `idle`, there is nothing else to do, so wait a moment for
-        one."""
+    def collect(self, seconds: float) -> Sequence[TurnReply]:
+        """Return the replies that have arrived. Wait for the first one for at most `seconds`."""
 
 
 def take_all(arrived: "queue.SimpleQueue[_Item]", seconds: float) -> Iterator[_Item]:

@@ -22,7 +22,7 @@ _ALIGNMENT = 16
 class Groups:
     """Copies of tokens, sorted by expert. A token has one copy for each of its experts.
 
-    T tokens with k experts each give R = T * k rows. Rows behind the last group belong to experts of other ranks.
+    T tokens with k experts each give R = T * k rows.
     """
 
     order: Tensor
@@ -33,10 +33,13 @@ class Groups:
     """The end of each group: the first row after it. [E] int32"""
     copies: int
     """k, the number of experts per token."""
+    has_others: bool = False
+    """Whether rows behind the last group belong to experts of other ranks."""
 
     @classmethod
-    def of(cls, experts: Tensor, count: int) -> "Groups":
-        """Group tokens by expert; `count` is the number of experts. experts: [T, k] int64"""
+    def of(cls, experts: Tensor, count: int, *, has_others: bool = False) -> "Groups":
+        """Group tokens by expert; `count` is the number of experts, and with `has_others`, this number stands for
+        experts of other ranks. experts: [T, k] int64"""
         flat = experts.flatten()
         numbers, order = flat.sort(stable=True)
         places = torch.empty_like(order)
@@ -44,7 +47,7 @@ class Groups:
         bounds = torch.arange(count, device=flat.device)
         # The ends stay on the device, because the host need not know how many rows a group has.
         ends = torch.searchsorted(numbers, bounds, right=True).int()
-        return cls(order, places, ends, experts.shape[1])
+        return cls(order, places, ends, experts.shape[1], has_others)
 
     @cached_property
     def tokens(self) -> Tensor:
@@ -65,12 +68,13 @@ class Groups:
     def numbers(self) -> Tensor:
         """Group of each row; the last one for rows behind it. [R]"""
         rows = torch.arange(len(self.order), dtype=torch.int32, device=self.order.device)
-        return torch.searchsorted(self.ends, rows, right=True).clamp(max=len(self.ends) - 1)
+        found = torch.searchsorted(self.ends, rows, right=True)
+        return found.clamp(max=len(self.ends) - 1) if self.has_others else found
 
     def clear_others(self, rows: Tensor) -> Tensor:
-        """Set rows behind the last group to zero. Products leave them undefined. [R, K] -> [R, K]"""
+        """Set the rows of experts of other ranks to zero, in place. Products leave them undefined. [R, K]"""
         others = torch.arange(len(rows), device=rows.device) >= self.ends[-1]
-        return rows.masked_fill(others[:, None], 0.0)
+        return rows.masked_fill_(others[:, None], 0.0)
 
     def gather(self, x: Tensor) -> Tensor:
         """Copy tokens to their rows, without gradient. [T, K] -> [R, K]"""

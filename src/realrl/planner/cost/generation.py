@@ -191,8 +191,9 @@ def _cost_turns(context: CallContext, sizes: GenerationWork) -> dict[str, Floats
     # Nothing hides the first answers, which all rows wait for, and the last answer.
     split = {**alone, "environment": np.maximum(added, 2 * environment.seconds)}
     rows = np.clip(sizes.rows * active, 1.0, sizes.cache.rows)
-    # Some rows return in this part of all decode steps, and are prefilled together.
-    passes = np.maximum(1.0, number * (1 - np.exp(-rows / turn)))
+    # Some rows return in this part of all decode steps, and are prefilled together. Ranks that decode in step wait
+    # for the prefills of all of them.
+    passes = np.maximum(1.0, number * (1 - np.exp(-sizes.together * rows / turn)))
     given = sizes.rows * environment.given
     each_pass = BatchSize(
         tokens=np.maximum(1.0, given / passes),
@@ -200,6 +201,8 @@ def _cost_turns(context: CallContext, sizes: GenerationWork) -> dict[str, Floats
     )
     layers = sum(kind.counts * kind.timing.prefill(each_pass).device for kind in context.kinds)
     split["compute"] = passes * np.asarray(layers).max(axis=0) * (environment.given > 0)
+    sent = sum(kind.counts * kind.expert_communication(each_pass.tokens).device for kind in context.kinds)
+    split["experts"] = split["experts"] + passes * np.asarray(sent).max(axis=0) * (environment.given > 0)
     return split
 
 
@@ -260,7 +263,9 @@ def cost_decode_step(context: CallContext, batches: Ints, segment: DecodeSegment
     waits = at_last(pp, sample.wait) + timing.look(own_rows)
     for kind in context.kinds:
         layer = kind.timing.decode(rows, segment.context * own_rows / rows)
-        layer_communication, experts = kind.layer_communication(rows), kind.gather_communication(rows)
+        layer_communication = kind.layer_communication(rows)
+        # Exact decode steps send each token to its experts, like a forward pass.
+        experts = kind.expert_communication(rows) if timing.exact else kind.gather_communication(rows)
         own = own + kind.counts * layer.device
         communication = communication + kind.counts * layer_communication.device
         exchange = exchange + kind.counts * experts.device

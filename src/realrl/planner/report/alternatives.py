@@ -101,7 +101,7 @@ def _neighbours(scenario: Scenario, call: Call, placement: Placement) -> Iterato
     if s.ep % 2 == 0:
         changes.append(s.with_degrees(ep=s.ep // 2))
     for strategy in changes:
-        if call.kind is not Kind.GENERATE or strategy.can_generate:
+        if call.kind is not Kind.GENERATE or strategy.can_generate(call.portions):
             yield Placement(placement.mesh, strategy)
 
 

@@ -354,8 +354,8 @@ class _Builder:
         group that divide whole experts read as many bytes as ranks that cut them."""
         if strategy.ep == 1:
             return True
-        hands_on = call.portions > 1 or call.name == self.apart
-        return strategy.decodes_together and strategy.can_generate and not hands_on
+        portions = self.portions if call.name == self.apart else call.portions
+        return strategy.decodes_together and strategy.can_generate(portions)
 
     def _dtypes(self, call: Call) -> tuple[Dtype | None, ...]:
         """Return the data types that a call's parameters may have. None means the model's own type."""

@@ -31,6 +31,8 @@ class GenerationRows:
     prompts: Any
     """Number of distinct prompts of these rows."""
     cache: CacheSize
+    together: Any
+    """Number of data-parallel ranks that decode in step."""
     batches: Any
     """Number of decode batches in flight, at most one per pipeline stage. The rows that are decoded at the same
     time are divided among these batches."""
@@ -71,17 +73,21 @@ def split_generation(work: CallWork, strategy: Strategy, *, cpu: bool) -> Genera
         rows=rows,
         new_tokens=work.room,
     )
-    sizes = GenerationRows(rows=rows, prompts=prompts, cache=cache, batches=min(strategy.pp, cache.rows))
-    together = strategy.ep // strategy.tp if strategy.decodes_together else 1
-    passes = _split_prompts(work, sizes, count_prefill_tokens(cpu=cpu), together)
-    return GenerationWork(**vars(sizes), passes=passes)
+    sizes = GenerationRows(
+        rows=rows,
+        prompts=prompts,
+        cache=cache,
+        together=strategy.ep // strategy.tp if strategy.decodes_together else 1,
+        batches=min(strategy.pp, cache.rows),
+    )
+    return GenerationWork(**vars(sizes), passes=_split_prompts(work, sizes, count_prefill_tokens(cpu=cpu)))
 
 
-def _split_prompts(work: CallWork, sizes: GenerationRows, budget: int, together: int) -> Chunks:
+def _split_prompts(work: CallWork, sizes: GenerationRows, budget: int) -> Chunks:
     """Split prompts into forward passes of at most `budget` tokens, the longest prompts first.
 
-    `together`: the number of data-parallel ranks that decode in step. They begin together, but replace rows at
-    different times, and all of them wait for each prefill.
+    Ranks that decode in step begin together, but replace rows at different times, and all of them wait for each
+    prefill.
     """
     # The last token of a prompt is the input of the first decode step, so it is not prefilled.
     lengths = sorted((max(1, length - 1) for length in work.lengths), reverse=True)
@@ -94,19 +100,19 @@ def _split_prompts(work: CallWork, sizes: GenerationRows, budget: int, together:
     later = max(1.0, first / REPLACED_TOGETHER)
     rest = max(0.0, prompts - begun)
     passes = max(sizes.batches, begun * mean / budget)
-    passes += together * max(rest / later, rest * mean / budget)
+    passes += sizes.together * max(rest / later, rest * mean / budget)
     passes = max(1, math.ceil(passes))
     longest = lengths[: max(1, math.ceil(len(lengths) * first / prompts))]
-    joint = max(1.0, min(math.ceil(first), budget * len(longest) / max(1, sum(longest))))
+    together = max(1.0, min(math.ceil(first), budget * len(longest) / max(1, sum(longest))))
     blocks = sum(map(count_prompt_blocks, work.lengths)) / len(work.lengths)
-    peak = PeakChunk(joint, tuple(max(1, n) for n in longest))
+    peak = PeakChunk(together, tuple(max(1, n) for n in longest))
     again = longest[0] + math.ceil(EXPECTED_SHARE * work.room)
     preempts = sizes.cache.rows * (each * blocks + count_blocks(work.room)) > sizes.cache.blocks
     own = min(2, count_blocks(work.room))
-    fits = (joint + 1) * (count_prompt_blocks(longest[0] + 1) + own) <= sizes.cache.blocks / sizes.batches
+    fits = (together + 1) * (count_prompt_blocks(longest[0] + 1) + own) <= sizes.cache.blocks / sizes.batches
     if preempts and work.samples > 1 and fits:
         # A preempted row is prefilled together with new rows if their prompts fit into the cache as well.
-        peak = PeakChunk(joint + again * joint / max(1.0, peak.tokens), peak.lengths)
+        peak = PeakChunk(together + again * together / max(1.0, peak.tokens), peak.lengths)
     elif preempts and peak.tokens < again:
         peak = PeakChunk(1, (again,))
     return Chunks(

@@ -87,7 +87,7 @@ class Evaluation:
         program = self._phase.programs[self._process.rank]
         for records in self._batches:
             phase = self._phase
-            store = Store(phase.graph, phase.plan, self._samples, phase.attention_costs)
+            store = Store(phase.graph, phase.plan, phase.attention_costs, self._samples)
             # The samples of a prompt are consecutive items: prompt = item // samples.
             indices = [i for i in records for _ in range(self._samples)]
             step = StepInput(

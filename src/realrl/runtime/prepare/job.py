@@ -46,7 +46,7 @@ class Phase:
     programs: list[Program]
     partial: Mapping[tuple[frozenset[int], range], list[Program]]
     attention_costs: Mapping[str, float]
-    """By role, see `families.sizes.estimate_attention_cost`. Ranks balance their work by them."""
+    """See `RoleModels.attention_costs`. Ranks balance their work by them."""
 
     def programs_of(self, step: int, batches: range = range(1)) -> list[Program]:
         """Return the programs of a training step, which is counted from 1, that work on `batches`."""
@@ -83,6 +83,11 @@ class RoleModels:
     def shapes(self) -> dict[str, ModelShape]:
         """Shapes of the models of all roles whose size is known."""
         return {role: of.shape for role, of in self.stored.items()}
+
+    @property
+    def attention_costs(self) -> dict[str, float]:
+        """By role, see `families.sizes.estimate_attention_cost`."""
+        return {role: estimate_attention_cost(shape) for role, shape in self.shapes.items()}
 
 
 @dataclass(frozen=True)
@@ -420,8 +425,7 @@ def _compile_phase(
         else:
             validate(programs_of(everything), of_due, homes, offloaded(plan), kept, parts, done)
     programs = made.pop((graph.periods, everything))
-    attention_costs = {role: estimate_attention_cost(shape) for role, shape in models.shapes.items()}
-    return Phase(graph, plan, programs, made, attention_costs)
+    return Phase(graph, plan, programs, made, models.attention_costs)
 
 
 def _name_step(due: frozenset[int], batches: range) -> tuple[frozenset[int], range]:

@@ -309,7 +309,7 @@ class SessionRank:
         mine = _pack(columns) if self.process.rank == WRITER else None
         agreed = _unpack(self.process.gather(mine)[WRITER])
         graph, plan, programs = self._compile(call, keys)
-        store = Store(graph, plan, samples)
+        store = Store(graph, plan, self.job.models.attention_costs, samples)
         size = len(next(iter(agreed.values())))
         step = StepInput(
             Batch(tuple(range(size)), agreed),

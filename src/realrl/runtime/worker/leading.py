@@ -25,9 +25,6 @@ from realrl.recipe.stop_strings import StopStrings
 from realrl.runtime.prepare.environments import Environments
 from realrl.runtime.worker.replica import ReplySender
 
-_WAIT_SECONDS = 0.5
-"""How long a rank with nothing else to do waits for a reply before it tells the other ranks that there is none."""
-
 
 @dataclass(frozen=True)
 class TurnSettings:
@@ -111,11 +108,12 @@ class Leader(ABC, Generic[Row]):
     def _reply(self, row: int, arrived: Answer | None) -> TurnReply | None:
         """Make the reply to a row; None if something else has to arrive first."""
 
-    def collect(self, idle: bool) -> list[TurnReply]:
-        """Return the replies that have arrived, and send them to the other ranks of the replica."""
+    def collect(self, seconds: float) -> list[TurnReply]:
+        """Return the replies that have arrived, and send them to the other ranks of the replica. Wait for the first
+        one for at most `seconds`."""
         replies: list[TurnReply] = []
         try:
-            for row, number, arrived in take_all(self._arrived, _WAIT_SECONDS if idle else 0.0):
+            for row, number, arrived in take_all(self._arrived, seconds):
                 # An object that was given up may still answer.
                 if number == self._rows[row].number:
                     reply = self._reply(row, arrived)

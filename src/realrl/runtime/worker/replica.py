@@ -70,8 +70,8 @@ class Follower:
     def end(self, row: int, tokens: Sequence[int]) -> None:
         """Do nothing: the leader has sampled the same tokens."""
 
-    def collect(self, idle: bool) -> list[TurnReply]:
-        """Receive replies. Raises UserCodeError if the leader has failed."""
+    def collect(self, _seconds: float) -> list[TurnReply]:
+        """Receive replies, for which the leader waits. Raises UserCodeError if the leader has failed."""
         head = torch.empty(_HEAD, dtype=torch.int64)
         dist.recv(head, self._leader, group=self._control, tag=_TAG)
         size, failed = head.tolist()

@@ -1,7 +1,6 @@
 """Items of a step on one rank: the lengths of all items, and the rows of some items."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from torch import Tensor
 
@@ -11,8 +10,6 @@ from realrl.dataflow.call import Call, Kind, can_share_prompts
 from realrl.dataflow.graph import DataflowGraph
 from realrl.layout.limits import LEAST_SHARED
 from realrl.plan.plan import Plan
-
-NO_COSTS: Mapping[str, float] = MappingProxyType({})
 
 
 class Store:
@@ -25,11 +22,11 @@ class Store:
         self,
         graph: DataflowGraph,
         plan: Plan,
+        attention_costs: Mapping[str, float],
         samples: int = 1,
-        attention_costs: Mapping[str, float] = NO_COSTS,
     ) -> None:
-        """`samples`: number of samples per prompt; items i * `samples` to (i + 1) * `samples` - 1 have the i-th
-        prompt. `attention_costs`: by role, see `families.sizes.estimate_attention_cost`."""
+        """`attention_costs`: by role, see `families.sizes.estimate_attention_cost`. `samples`: samples per prompt;
+        items i * `samples` to (i + 1) * `samples` - 1 have the i-th prompt."""
         self.graph = graph
         self.plan = plan
         self.samples = samples
@@ -66,7 +63,7 @@ class Store:
         Its items are those of prompts with all their samples, without the items of earlier portions. `key`: the key
         of samples, whose lengths are -1 as long as they go on.
         """
-        portion = Store(self.graph, self.plan, self.samples, self.attention_costs)
+        portion = Store(self.graph, self.plan, self.attention_costs, self.samples)
         portion.size, portion.lengths, portion._rows = self.size, self.lengths, self._rows
         prompts = (range(i, i + self.samples) for i in range(0, self.size, self.samples))
         ended = (items for items in prompts if all(self.lengths[key][item] >= 0 for item in items))

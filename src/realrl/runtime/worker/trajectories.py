@@ -74,8 +74,8 @@ class Trajectories:
     def end(self, row: int, tokens: Sequence[int]) -> None:
         self._side.end(row, tokens)
 
-    def collect(self, *, idle: bool) -> Sequence[TurnReply]:
-        replies = self._side.collect(idle)
+    def collect(self, seconds: float) -> Sequence[TurnReply]:
+        replies = self._side.collect(seconds)
         self._limits.update((reply.row, reply.limit) for reply in replies if reply.limit is not None)
         return replies
 

@@ -473,6 +473,7 @@ class Worker:
         method = self._algorithm.method(call.name)
         idle = not len(batch) if call.kind is Kind.GENERATE else store.portion == []
         if idle and call.kind is Kind.GENERATE and model.decodes_together:
+            # The rank only takes part in the turns of others, and has no answers to take.
             self._begin_sampling(run, call, batch, now).generation.run(now.after_pass)
         if idle and call.kind is not Kind.TRAIN:  # nobody works on an empty portion
             if call.has_metrics:

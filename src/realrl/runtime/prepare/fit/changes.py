@@ -4,7 +4,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from realrl.dataflow.call import Kind
+from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.axes import list_degrees
 from realrl.plan.placement import Placement, Strategy, divides_experts
@@ -279,7 +279,7 @@ def _file_changes(
             for s in _more_parts(
                 plan[call.name],
                 plan.cluster.largest_node,
-                divides_tokens=not call.is_function and call.kind is not Kind.GENERATE,
+                [other for other in graph.calls if other.name in together],
             )
         ]
 
@@ -320,14 +320,15 @@ def _unlisted(key: str, role: str) -> Change:
     return Change(f"{role} removed from {key}", apply)
 
 
-def _more_parts(place: Placement, most: int, *, divides_tokens: bool) -> list[Strategy]:
+def _more_parts(place: Placement, most: int, calls: Sequence[Call]) -> list[Strategy]:
     """List strategies that divide the model, or the tokens of micro-batches, into more parts on the same mesh, the
     fewest parts first.
 
-    `most`: maximum tensor parallelism. `divides_tokens`: whether the call may have more context parallelism.
+    `most`: maximum tensor parallelism. `calls`: the calls that get this strategy.
     """
     old, size = place.strategy, place.mesh.size
-    contexts = (size // old.cp).bit_length() if divides_tokens else 1
+    generating = [call for call in calls if call.kind is Kind.GENERATE]
+    contexts = 1 if generating or any(call.is_function for call in calls) else (size // old.cp).bit_length()
     allowed = {
         "cp": [old.cp << doublings for doublings in range(contexts)],
         "tp": [old.tp << doublings for doublings in range((most // old.tp).bit_length())],
@@ -338,5 +339,5 @@ def _more_parts(place: Placement, most: int, *, divides_tokens: bool) -> list[St
         for degrees in list_degrees(size, allowed, rest="dp")
         if (old.zero == 1 or degrees.copies > 1) and divides_experts(degrees, old.ep)
     )
-    others = (s for s in found if s != old and (divides_tokens or s.can_generate))
+    others = (s for s in found if s != old and all(s.can_generate(call.portions) for call in generating))
     return sorted(others, key=lambda s: (-s.dp, s.pp))
