@@ -32,6 +32,13 @@ SHAPE: Mapping[str, Any] = {
     "tied_embeddings": True,
 }
 """Sizes of a tiny model, which two TP ranks or two pipeline stages can divide."""
+MIXTURE: Mapping[str, Any] = {
+    **SHAPE,
+    "family": "mixtral",
+    "intermediate_size": 24,
+    "mixture": {"experts": 4, "per_token": 2},
+}
+"""The same for a mixture of experts, which two ranks can divide, too."""
 STEPS = 2
 """Number of training steps. There are two, so that the second one starts from the weights and state of the
 first."""
