@@ -1,9 +1,9 @@
 """Kill processes of runs at points chosen by a seed, and compare the final models with undisturbed runs.
 
-    python bench/kill.py [--points 80] [--seed 1] [--out DIR] [--asynchronous | --portions]
+    python bench/kill.py [--points 80] [--seed 1] [--out DIR] [--asynchronous | --portions] [--plans ep=2 cp=2]
 
 With --asynchronous, generation has ranks of its own, and samples whole or partial answers ahead of training, or
-hands on the answers of a step in portions.
+hands on the answers of a step in portions. With --plans, only cases with these plans run.
 Each run is killed several times, once after every restart. SIGKILL hits one rank at an instruction, or in a phase
 of writing a checkpoint. The run must end by itself, with exactly the final models of an undisturbed run. It must
 leave no process, temporary file, shared memory or incomplete checkpoint behind.
@@ -29,7 +29,7 @@ from realrl.plan.cluster import Cluster
 from realrl.recipe.load import parse_experiment
 from realrl.testing.check import make_uniform_plan
 from realrl.testing.records import list_sentences, make_up_records
-from realrl.testing.shrink import SHAPE, save_model
+from realrl.testing.shrink import MIXTURE, SHAPE, save_model
 
 STEPS = 4
 KILLS = 8
@@ -44,8 +44,16 @@ CASES = (
     ("ppo", 3, "interleave"),
     ("grpo", 4, "symmetric"),
     ("ppo", 4, "cp=2"),
+    ("grpo", 2, "ep=2"),
+    ("ppo", 2, "cp=2"),
+    ("ppo", 2, "ep=2"),
 )
-"""Algorithm, number of processes and plan of each case: a preset, or a degree that all calls have."""
+"""Algorithm, number of processes and plan of each case: a preset, or a degree that all calls have. With `ep`,
+models are mixtures, and ranks divide their experts in generation, too. With `cp`, some prompts are so long that
+ranks must divide them."""
+MICRO_BATCH_TOKENS = 256
+LONG, LONG_TOKENS = 4, 160
+"""With `cp`, every `LONG`-th prompt has about so many tokens. One rank of a pool of two has no room for them."""
 ASYNCHRONOUS_CASES = (
     ("ppo", 4, "openrlhf", 1),
     ("grpo", 4, "openrlhf", 2),
@@ -80,7 +88,6 @@ if os.environ.get("RANK") is not None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     if point is not None:
-        from realrl.checkpoint import storage
         from realrl.runtime import checkpoint_writer
         from realrl.runtime.supervision.heartbeat import Activity
         from realrl.runtime.worker.roles import Roles
@@ -99,7 +106,7 @@ if os.environ.get("RANK") is not None:
             begin(self, instruction, *more, **named)
             passed(instruction.split()[0])
         Activity.begin = begun
-        write = storage.write_state
+        write = checkpoint_writer.write_state
         def write_state(*arguments, copied, **named):
             def told():
                 copied()
@@ -107,7 +114,7 @@ if os.environ.get("RANK") is not None:
             passed("begin")
             write(*arguments, copied=told, **named)
             passed("written")
-        storage.write_state = write_state
+        checkpoint_writer.write_state = write_state
         between(checkpoint_writer, "commit", "commit", "committed")
         between(checkpoint_writer, "prune", "prune", "pruned")
         between(Roles, "save", "final", "saved")
@@ -142,17 +149,25 @@ class World:
         tokenizer = train_bpe(list_sentences(), SHAPE["vocab_size"])
         tokenizer.save_pretrained(str(root / "tokenizer"))
         records = make_up_records("prompt")
-        (root / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-        save_model(root / "actor", "lm", tokenizer, SHAPE)
-        save_model(root / "reward", "scalar", tokenizer, SHAPE)
+        _write_records(root / "prompts.jsonl", records)
+        for record in records[::LONG]:
+            text = record["prompt"]
+            while len(tokenizer.encode(record["prompt"])) < LONG_TOKENS:
+                record["prompt"] += f" {text}"
+        _write_records(root / "long-prompts.jsonl", records)
+        for kind, sizes in {"": SHAPE, "-mixture": MIXTURE}.items():
+            save_model(root / f"actor{kind}", "lm", tokenizer, sizes)
+            save_model(root / f"reward{kind}", "scalar", tokenizer, sizes)
         (root / "patches").mkdir()
         (root / "patches" / "sitecustomize.py").write_text(HOOK)
 
     def write_recipe(self, case: Case, run_dir: Path) -> Path:
         """Write the recipe of a case."""
+        axis, _, degree = case.plan.partition("=")
+        kind = "-mixture" if axis == "ep" else ""
         models: dict[str, Any] = {
-            "actor": {"path": str(self.root / "actor"), "optimizer": {"lr": 1e-3}},
-            "reward": {"path": str(self.root / "reward")},
+            "actor": {"path": str(self.root / f"actor{kind}"), "optimizer": {"lr": 1e-3}},
+            "reward": {"path": str(self.root / f"reward{kind}")},
         }
         section: dict[str, Any] = {"minibatches": 1 if case.portions > 1 else 2}
         if case.algorithm == "ppo":
@@ -165,9 +180,12 @@ class World:
             "device": "cpu",
             "plan": case.plan,
             "asynchrony": {"staleness": case.staleness, "partial": case.partial, "portions": case.portions},
-            "micro_batch_tokens": 256,
+            "micro_batch_tokens": MICRO_BATCH_TOKENS,
             "models": models,
-            "data": {"train": str(self.root / "prompts.jsonl"), "batch": 8},
+            "data": {
+                "train": str(self.root / ("long-prompts.jsonl" if axis == "cp" else "prompts.jsonl")),
+                "batch": 8,
+            },
             "training": {"steps": STEPS},
             "generation": {"max_new_tokens": 6},
             "checkpoint": {"every": 1},
@@ -176,15 +194,18 @@ class World:
         }
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         file = run_dir.parent / "recipe.yaml"
-        axis, _, degree = case.plan.partition("=")
         if degree:
             graph = parse_experiment({**recipe, "plan": "symmetric"}).graph
-            degrees = {axis: int(degree)}
-            plan = make_uniform_plan(graph, Cluster(1, case.size), micro_batch_tokens=256, **degrees)
+            degrees = {axis: int(degree), "micro_batch_tokens": MICRO_BATCH_TOKENS}
+            plan = make_uniform_plan(graph, Cluster(1, case.size), **degrees)
             recipe["plan"] = str(file.with_name("plan.yaml"))
             plan.save(recipe["plan"], graph)
         file.write_text(yaml.safe_dump(recipe))
         return file
+
+
+def _write_records(file: Path, records: list[dict[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 @dataclass
@@ -288,6 +309,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="directory to keep all runs in")
     parser.add_argument("--asynchronous", action="store_true", help="kill asynchronous runs")
     parser.add_argument("--portions", action="store_true", help="kill only runs with portions")
+    parser.add_argument("--plans", nargs="+", help="run only cases with these plans")
     given = parser.parse_args()
     chance = random.Random(given.seed)
     with tempfile.TemporaryDirectory(prefix="kill-") as scratch:
@@ -297,8 +319,13 @@ def main() -> None:
         cases: tuple[tuple[Any, ...], ...] = ASYNCHRONOUS_CASES if given.asynchronous else CASES
         if given.portions:
             cases = tuple(case for case in ASYNCHRONOUS_CASES if Case(*case).portions > 1)
+        if given.plans:
+            cases = tuple(case for case in cases if Case(*case).plan in given.plans)
+        if not cases:
+            parser.error(f"no case has a plan of {', '.join(given.plans)}")
         expected: dict[Case, Ended] = {}
         killed: Counter[str] = Counter()
+        unreached: Counter[str] = Counter()
         wrong = number = 0
         while sum(killed.values()) < given.points:
             case = Case(*cases[number % len(cases)])
@@ -312,6 +339,7 @@ def main() -> None:
             started = time.monotonic()
             ended = run(world, case, f"{case}-{number}", points)
             killed.update(ended.killed)
+            unreached.update(point["name"] for point in points[len(ended.killed) :][:1])
             if not ended.wrong and ended.final != expected[case].final:
                 differing = dict(expected[case].final.items() ^ ended.final.items())
                 ended.wrong.append(f"ends with other bytes: {', '.join(sorted(differing))}")
@@ -323,6 +351,11 @@ def main() -> None:
                 print(f"  WRONG: {text}; points {json.dumps(points)}", flush=True)
         print(f"seed {given.seed}: {sum(killed.values())} kills in {number} runs, {wrong} of them wrong")
         print(", ".join(f"{name} {count}" for name, count in sorted(killed.items())))
+        if unreached:
+            # A run that has nothing left to do may end before its next point. If always the same name is missing,
+            # nothing is killed there.
+            missing = ", ".join(f"{name} {count}" for name, count in sorted(unreached.items()))
+            print(f"runs ended before these points: {missing}")
         sys.exit(bool(wrong))
 
 

@@ -1,11 +1,17 @@
 """`realrl.testing` lets a right algorithm pass, and says of a wrong one which plan and which metric."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from realrl.recipe.load import load_experiment
 from realrl.testing import CheckFailure, check_algorithm
+from realrl.testing.check import list_run_cases
+from realrl.testing.compare import read_metrics
+from tests.conftest import PPO_CALLS, World
 
 ALGORITHM = '''
 from realrl.algorithms.base.method import PlainTrain, StatelessAlgorithm
@@ -83,17 +89,41 @@ RECIPE = {
 TOKENS = [{"prompt": "", "answer": f"{'very ' * (i % 5)}long answer {i}"} for i in range(20)]
 
 
-def check(directory: Path, old: str = "ALGORITHM =", new: str = "ALGORITHM =") -> None:
+def check(
+    directory: Path, old: str = "ALGORITHM =", new: str = "ALGORITHM =", settings: Mapping[str, Any] = RECIPE
+) -> None:
     """Check the algorithm with a mistake in it."""
     assert old in ALGORITHM
     (directory / "clone.py").write_text(ALGORITHM.replace(old, new))
     recipe = directory / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump({**RECIPE, "algorithm": str(directory / "clone.py")}))
+    recipe.write_text(yaml.safe_dump({**settings, "algorithm": str(directory / "clone.py")}))
     check_algorithm(recipe, directory / "check", records=TOKENS)
 
 
 def test_an_algorithm_that_learns_the_same_under_every_plan_passes(tmp_path: Path) -> None:
     check(tmp_path)
+    assert not list_expert_plans(tmp_path)
+
+
+def list_expert_plans(directory: Path) -> list[Path]:
+    """The plans of a check under which ranks divide experts."""
+    return [file for file in (directory / "check").glob("*.plan.yaml") if "ep: 2" in file.read_text()]
+
+
+def test_ranks_divide_the_experts_of_mixtures(tmp_path: Path) -> None:
+    actor = {"shape": "mixtral-8x7b", "router_loss": 0.1, "optimizer": {"lr": 1e-6}}
+    check(tmp_path, settings={**RECIPE, "models": {"actor": actor}})
+    [file] = list_expert_plans(tmp_path)
+    metrics = read_metrics(file.with_suffix("").with_suffix(""))
+    assert all(step["metrics"]["actor.train/router_loss"] > 0 for step in metrics)
+
+
+def test_only_calls_of_mixtures_divide_experts(world: World, tmp_path: Path) -> None:
+    experiment = load_experiment(str(world.recipe("ppo", tmp_path)))
+    found = {case.name: case.plan for case in list_run_cases(experiment.graph, 64, 2, {"actor", "ref"})}
+    degrees = {name: placement.strategy.ep for name, placement in found["ep=2"].placements.items()}
+    assert degrees == {name: 2 if name.startswith(("actor", "ref")) else 1 for name in PPO_CALLS}
+    found["ep=2"].check(experiment.graph)
 
 
 @pytest.mark.parametrize(

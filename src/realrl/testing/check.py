@@ -1,7 +1,7 @@
 """Check an algorithm: its description, its programs, and that it learns the same under every plan."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -29,7 +29,7 @@ from realrl.testing.findings import Finding
 from realrl.testing.gradients import ProbedRun, judge_gradients
 from realrl.testing.ranks import InterruptedRun, RanksFailure, RenewedRun, run_on_ranks, sampled
 from realrl.testing.reward_probes import probe_rewards
-from realrl.testing.shrink import shrink_recipe
+from realrl.testing.shrink import list_mixtures, shrink_recipe
 
 WHOLE, SMALL = 4096, 48
 """Sizes of micro-batches in tokens. `WHOLE` is enough for all sequences of a step, `SMALL` for two or three."""
@@ -55,9 +55,10 @@ def check_algorithm(
     2. Programs of all presets on clusters of 1 to 8 devices cannot deadlock, and every call finds its data.
     3. Two training steps and evaluations give the same metrics, within `tolerance`, in one process and in several.
        The plans with several processes are: symmetric, two CP ranks, two TP ranks, two pipeline stages, and each
-       role on its own devices. At most `processes` are started. If there are more roles than processes, only
-       training gets its own devices. Small micro-batches give the same metrics too. If the recipe hands on samples
-       in portions, a run with portions gives the same metrics, too.
+       role on its own devices. If models of the recipe are mixtures of experts, two ranks also divide the experts.
+       At most `processes` are started. If there are more roles than processes, only training gets its own devices.
+       Small micro-batches give the same metrics too. If the recipe hands on samples in portions, a run with
+       portions gives the same metrics, too.
     4. A run whose algorithm is rebuilt after each step also gives the same metrics. `load_state_dict` receives what
        `state_dict` returned on the first rank of the first train call. Weights and optimizer state are kept,
        because they do not belong to the algorithm.
@@ -74,7 +75,7 @@ def check_algorithm(
     except UserError as error:
         raise CheckFailure(f"description: {error}") from None
     _check_programs(small, graph)
-    runs = _list_runs(graph, place, processes, portions)
+    runs = _list_runs(small, place, processes, portions)
     for run in runs:
         run.write(settings, graph)
     for size in sorted({run.size for run in runs}):
@@ -106,7 +107,7 @@ def check_recipe(
     portions = _take_portions(settings)
     small = parse_experiment(settings)
     graph = small.graph
-    alone, *others = _list_runs(graph, directory, processes, portions)
+    alone, *others = _list_runs(small, directory, processes, portions)
     runs = [alone, *_list_further_runs(directory), *others]
     for run in runs:
         run.write(settings, graph)
@@ -269,8 +270,9 @@ def _take_portions(settings: dict[str, Any]) -> int:
     return min(int(portions), int(settings["data"]["batch"]))
 
 
-def _list_runs(graph: DataflowGraph, place: Path, processes: int, portions: int) -> list[_Run]:
+def _list_runs(small: Experiment, place: Path, processes: int, portions: int) -> list[_Run]:
     """List the runs of a check. All other runs are compared with the first."""
+    graph = small.graph
     runs = [
         _Run(name="one process", recipe=place / "alone.yaml"),
         _Run(
@@ -286,7 +288,7 @@ def _list_runs(graph: DataflowGraph, place: Path, processes: int, portions: int)
             kind="state",
         ),
     ]
-    for number, case in enumerate(list_run_cases(graph, WHOLE, processes)):
+    for number, case in enumerate(list_run_cases(graph, WHOLE, processes, list_mixtures(small))):
         size = case.plan.cluster.size
         name = f"plan {case.name} on {size} processes"
         runs.append(_Run(name=name, recipe=place / f"plan-{number}.yaml", size=size, plan=case.plan))
@@ -387,14 +389,30 @@ def make_uniform_plan(
     return Plan(cluster, placements)
 
 
-def list_run_cases(graph: DataflowGraph, micro_batch_tokens: int, most: int) -> Iterator[Case]:
+def list_run_cases(
+    graph: DataflowGraph, micro_batch_tokens: int, most: int, mixtures: Collection[str] = ()
+) -> Iterator[Case]:
     """List the plans to train under: symmetric, two CP ranks, two TP ranks, two pipeline stages, and each role
-    on its own devices. If the last plan needs more than `most` devices, only training gets its own devices."""
+    on its own devices. If the last plan needs more than `most` devices, only training gets its own devices.
+
+    If there are `mixtures`, roles whose models are mixtures of experts, all calls of these roles divide the experts
+    among two data-parallel ranks in one more plan.
+    """
     two = Cluster(1, 2)
-    yield Case("symmetric", PRESETS["symmetric"](graph, two, micro_batch_tokens, {}))
+    symmetric = PRESETS["symmetric"](graph, two, micro_batch_tokens, {})
+    yield Case("symmetric", symmetric)
     for name in ("cp", "tp", "pp"):
         plan = make_uniform_plan(graph, two, **{name: 2}, micro_batch_tokens=micro_batch_tokens)
         yield Case(f"{name}=2", plan)
+    if mixtures:
+        divided = {
+            call.name: replace(
+                symmetric[call.name], strategy=symmetric[call.name].strategy.with_degrees(ep=2)
+            )
+            for call in graph.calls
+            if call.role in mixtures
+        }
+        yield Case("ep=2", replace(symmetric, placements={**symmetric.placements, **divided}))
     apart, cluster = "disjoint", Cluster(1, max(2, len(graph.roles)))
     if cluster.size > most:
         apart, cluster = "separate", two

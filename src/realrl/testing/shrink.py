@@ -13,6 +13,7 @@ from realrl.engine.buffers import FlatBuffer
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
 from realrl.huggingface import model_files
+from realrl.huggingface.directory import known_shape
 from realrl.huggingface.initial_weights import initialise
 from realrl.huggingface.tokenizers import train_bpe
 from realrl.recipe.algorithm import AlgorithmSpec
@@ -32,6 +33,13 @@ SHAPE: Mapping[str, Any] = {
     "tied_embeddings": True,
 }
 """Sizes of a tiny model, which two TP ranks or two pipeline stages can divide."""
+MIXTURE: Mapping[str, Any] = {
+    **SHAPE,
+    "family": "mixtral",
+    "intermediate_size": 24,
+    "mixture": {"experts": 4, "per_token": 2},
+}
+"""The same for a mixture of experts, which two ranks can divide, too."""
 STEPS = 2
 """Number of training steps. There are two, so that the second one starts from the weights and state of the
 first."""
@@ -62,7 +70,7 @@ def shrink_recipe(
     """Write tiny models and `records` into `directory`, and return the settings of a recipe that uses them.
 
     Without `records`, records of the algorithm's form are made up. Settings of the algorithm, reward and sampling
-    stay as in the experiment, except lengths. `overrides` come last.
+    stay as in the experiment, except lengths. Mixtures of experts become tiny mixtures. `overrides` come last.
 
     With `tokenizer`, models get it in place of a small one, and the settings of data stay, too: this is for the
     user's own records, which may be longer than made-up ones. `agents`: whether the environment is an agent.
@@ -139,9 +147,11 @@ def _write_models(
     errors. Metrics that count the signs of rewards would then differ between plans.
     """
     models: dict[str, Any] = dict.fromkeys(spec.roles)
+    mixtures = list_mixtures(experiment)
     for number, (role, of) in enumerate(spec.roles_of(experiment).items()):
         vocabulary = max(SHAPE["vocab_size"], len(tokenizer))
-        save_model(directory / role, of.head, tokenizer, {**SHAPE, "vocab_size": vocabulary}, seed=3 + number)
+        sizes = {**(MIXTURE if role in mixtures else SHAPE), "vocab_size": vocabulary}
+        save_model(directory / role, of.head, tokenizer, sizes, seed=3 + number)
         # With coarser products, equal runs would differ by more than any tolerance.
         models[role] = {"path": str(directory / role), "dtype": "float32"}
         config = getattr(experiment.models, role)
@@ -152,7 +162,17 @@ def _write_models(
                 "trainable_layers": None if layers is None else min(layers, 1),
                 "freeze_embeddings": config.freeze_embeddings,
             }
+            if role in mixtures:
+                models[role] |= {"router_loss": config.router_loss, "router_replay": config.router_replay}
     return models
+
+
+def list_mixtures(experiment: Experiment) -> frozenset[str]:
+    """List the roles whose models are mixtures of experts, as far as this is known without the network."""
+    shapes = {role: known_shape(config) for role, config in experiment.model_configs.items()}
+    return frozenset(
+        role for role, shape in shapes.items() if shape is not None and shape.mixture is not None
+    )
 
 
 def save_model(

@@ -13,6 +13,7 @@ from realrl.testing.compare import compare_runs
 from realrl.testing.ranks import run_on_ranks
 from tests.conftest import World, build_world
 from tests.runtime.checkpoints.interrupted import interrupt
+from tests.runtime.checkpoints.test_resume import lines, read_models
 from tests.runtime.learning.test_plans import OPTIMIZER
 
 SHAPE = {
@@ -93,3 +94,13 @@ def test_runs_with_divided_experts_learn_and_go_on_alike(
             than="four processes",
             tolerance=1e-4,
         )
+
+
+def test_a_run_with_divided_experts_goes_on_bit_for_bit(mixtures: World, tmp_path: Path) -> None:
+    whole, resumed = (write_recipe(mixtures, "grpo", tmp_path / name, 2) for name in ("whole", "resumed"))
+    run_on_ranks(2, [whole])
+    interrupt(whole.parent / "run", 2, resumed.parent)
+    run_on_ranks(2, [resumed])
+    expected, found = read_models(whole.parent / "run"), read_models(resumed.parent / "run")
+    assert expected.keys() == found.keys() and all(expected[name].equal(found[name]) for name in expected)
+    assert lines(resumed.parent / "run") == lines(whole.parent / "run")
