@@ -143,8 +143,8 @@ class Strategy:
 
     def for_generation(self) -> "Strategy":
         """Copy the strategy for a call that generates: context-parallel ranks take items of their own, and every
-        rank stores all parameters that it computes with. If stages divide experts among data-parallel ranks, TP
-        ranks cut experts like other matrices instead."""
+        rank stores all parameters that it computes with. In a pipeline, data-parallel ranks cannot decode in step,
+        so if they divide experts, TP ranks cut experts like other matrices instead."""
         ep = 1 if self.decodes_together and self.pp > 1 else self.ep
         return replace(self.with_degrees(dp=self.copies, cp=1, ep=ep), zero=1, recompute=False)
 

@@ -218,6 +218,7 @@ class DecodeBatch:
         pipeline = call.model.pipeline
         self._plan()
         yield
+        # In a pipeline, another batch may have completed the last rows since this one planned its turn.
         while self._pace.goes_on if call.lockstep.joint else not call.scheduler.done:
             if pipeline.last:
                 yield from self._run_turn_of_last_stage()
@@ -236,9 +237,8 @@ class DecodeBatch:
             tokens = pipeline.post_recv_tokens(self._pace.width)
             yield
             self._rows.advance(tokens.wait())
-        if (
-            not self._pace.steps
-        ):  # all rows wait: for blocks that other batches hold, or for their environment
+        if not self._pace.steps:
+            # All rows wait: for blocks that other batches hold, or for their environment.
             yield
         self._record()
         self._plan()

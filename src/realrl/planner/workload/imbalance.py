@@ -7,11 +7,9 @@ from math import ceil
 
 import numpy as np
 
+from realrl.planner.workload.workload import GOLDEN
 from realrl.program.arrays import Floats
 
-_GOLDEN = 0.6180339887498949
-"""The golden ratio minus 1. Its multiples modulo 1 are spread evenly, so an order by them is as good as a random
-one."""
 _FEW = 16
 """Number of units per rank up to which each of them is assigned to a rank. Of more units, only the `_LONGEST` per
 rank are assigned. The others fill all gaps."""
@@ -56,7 +54,7 @@ def find_imbalance(
         most = min(records, run * ceil(ceil(records / run) / ranks)) * ranks / records
         return Imbalance(most, most)
     if run > 1:
-        typical = typical[np.argsort(np.arange(records) * _GOLDEN % 1)]
+        typical = typical[np.argsort(np.arange(records) * GOLDEN % 1)]
     starts = np.arange(0, records, run)
     tokens = per_record * np.add.reduceat(typical, starts)
     squares = per_record * np.add.reduceat(typical**2, starts)

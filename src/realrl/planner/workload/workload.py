@@ -83,7 +83,7 @@ _PLACES = 8
 """Number of prompts that represent a portion."""
 _PROMPTS = FORMS["prompt"].keys
 """Keys whose rows hold prompts without answers."""
-_GOLDEN = 0.6180339887498949
+GOLDEN = 0.6180339887498949
 """The golden ratio minus 1. Its multiples modulo 1 are spread evenly, so an order by them pairs prompts and answers
 as if they were independent."""
 
@@ -348,7 +348,7 @@ class Workload:
     def pairs(self) -> tuple[tuple[int, int], ...]:
         """Sample of (prompt, answer) lengths, as if the two were independent."""
         count = max(len(self.prompts), len(self.answers))
-        shuffled = sorted(range(count), key=lambda i: i * _GOLDEN % 1)
+        shuffled = sorted(range(count), key=lambda i: i * GOLDEN % 1)
         return tuple(
             (self.prompts[i * len(self.prompts) // count], self.answers[j * len(self.answers) // count])
             for i, j in enumerate(shuffled)
