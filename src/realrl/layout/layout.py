@@ -11,7 +11,7 @@ from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import Place, TensorSpec, group_specs
 from realrl.layout.limits import pad_elements
 from realrl.layout.local_tensors import LocalTensor, cut_rows, local_tensor
-from realrl.layout.ranges import check_experts, query_heads, stage_layers
+from realrl.layout.ranges import check_experts, query_heads, virtual_stage_layers
 from realrl.plan.axes import Divided, axes_dividing
 from realrl.plan.placement import Placement
 
@@ -179,10 +179,12 @@ class Layout:
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:
         """Pipeline stages that hold each tensor of `specs`."""
-        last = self.placement.strategy.pp - 1
+        strategy = self.placement.strategy
+        last = strategy.pp - 1
         of_layer = {
             layer: (stage,)
-            for stage, layers in enumerate(stage_layers(self.shape.layers, last + 1))
+            for stage, runs in enumerate(virtual_stage_layers(self.shape.layers, strategy.pp, strategy.vpp))
+            for layers in runs
             for layer in layers
         }
         both = (0, last) if last > 0 else (0,)
@@ -204,7 +206,7 @@ def build_layout(
     """Lay out a model, or a subset of its tensors, under a placement. Raises UserError for more pipeline stages
     than layers, more tensor-parallel ranks than attention heads, or a degree of expert parallelism that does not
     divide the experts."""
-    stage_layers(shape.layers, placement.strategy.pp)
+    virtual_stage_layers(shape.layers, placement.strategy.pp, placement.strategy.vpp)
     query_heads(shape, placement.strategy.tp, 0)
     check_experts(shape, placement.strategy.ep)
     return Layout(shape, head, placement, subset)

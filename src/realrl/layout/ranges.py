@@ -72,6 +72,23 @@ def stage_layers(layers: int, pp: int) -> tuple[range, ...]:
     return tuple(range(a, b) for a, b in pairwise(ends))
 
 
+@cache
+def virtual_stage_layers(layers: int, pp: int, vpp: int) -> tuple[tuple[range, ...], ...]:
+    """Divide layers among the virtual stages of each pipeline stage, [stage][virtual stage].
+
+    A micro-batch passes the first virtual stage of every pipeline stage, then the second ones, and so on. Raises
+    UserError for more virtual stages than layers.
+    """
+    if vpp == 1:
+        return tuple((own,) for own in stage_layers(layers, pp))
+    if pp * vpp > layers:
+        raise UserError(
+            f"pp={pp} with vpp={vpp} is more virtual pipeline stages ({pp * vpp}) than the model has layers ({layers})"
+        )
+    runs = stage_layers(layers, pp * vpp)
+    return tuple(runs[stage::pp] for stage in range(pp))
+
+
 def check_experts(shape: ModelShape, ep: int) -> None:
     """Raise UserError if `ep` ranks cannot divide the experts of a model."""
     if ep == 1:

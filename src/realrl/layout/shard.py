@@ -5,7 +5,7 @@ from functools import cached_property
 
 from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import Place, TensorSpec
-from realrl.layout.ranges import kv_heads, query_heads, stage_layers, vocabulary
+from realrl.layout.ranges import kv_heads, query_heads, virtual_stage_layers, vocabulary
 from realrl.plan.placement import Placement
 
 
@@ -23,13 +23,14 @@ class Shard:
     ep: int = 1
     ep_index: int = 0
     """Index of this rank among the `ep` ranks that divide the experts of its stage."""
+    vpp: int = 1
+    """Number of virtual stages of each pipeline stage."""
 
     @classmethod
     def of(cls, shape: ModelShape, head: Head, placement: Placement, rank: int) -> "Shard":
         s, ep_index = placement.strategy, placement.for_experts().index(rank, "ep")
-        return cls(
-            shape, head, s.tp, placement.index(rank, "tp"), s.pp, placement.stage(rank), s.ep, ep_index
-        )
+        tp_index, pp_index = placement.index(rank, "tp"), placement.stage(rank)
+        return cls(shape, head, s.tp, tp_index, s.pp, pp_index, s.ep, ep_index, s.vpp)
 
     def holds(self, spec: TensorSpec) -> bool:
         """Check whether this rank holds a tensor or a part of it."""
@@ -61,8 +62,27 @@ class Shard:
         return self.pp_index == self.pp - 1
 
     @cached_property
-    def layers(self) -> range:
-        return stage_layers(self.shape.layers, self.pp)[self.pp_index]
+    def virtual_stages(self) -> tuple[range, ...]:
+        """Layers of the model on each virtual stage of this stage."""
+        return virtual_stage_layers(self.shape.layers, self.pp, self.vpp)[self.pp_index]
+
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """Layers of the model on this stage, ascending. The place of a layer is its index among them."""
+        return tuple(layer for layers in self.virtual_stages for layer in layers)
+
+    def places(self, virtual: int) -> range:
+        """Find the places of the layers of a virtual stage."""
+        start = sum(map(len, self.virtual_stages[:virtual]))
+        return range(start, start + len(self.virtual_stages[virtual]))
+
+    def begins(self, virtual: int) -> bool:
+        """Check whether a virtual stage is the first of the whole pipeline, which embeds tokens."""
+        return self.first and virtual == 0
+
+    def ends(self, virtual: int) -> bool:
+        """Check whether a virtual stage is the last of the whole pipeline, which has the head."""
+        return self.last and virtual == self.vpp - 1
 
     @cached_property
     def experts(self) -> range:

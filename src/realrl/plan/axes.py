@@ -25,6 +25,9 @@ class Divided(StrEnum):
     """Heads, feed-forward units and vocabulary: the tensors that have a partition."""
     LAYERS = "layers"
     """Decoder layers: the ranks are pipeline stages."""
+    TURNS = "turns"
+    """Nothing among ranks: a stage computes its layers in several turns, its virtual stages. So no mesh has a degree
+    above 1 on this axis, and it only names the number of turns in files and tables."""
 
 
 COPIES = (Divided.ITEMS, Divided.TOKENS)
@@ -56,6 +59,7 @@ AXES: tuple[Axis, ...] = (
     Axis("cp", "c", "context parallelism", Divided.TOKENS, nesting=25),
     Axis("tp", "t", "tensor parallelism", Divided.MATRICES, nesting=30, always_written=True),
     Axis("pp", "p", "pipeline parallelism", Divided.LAYERS, nesting=10, always_written=True),
+    Axis("vpp", "v", "virtual pipeline stages", Divided.TURNS, nesting=50),
     Axis("ep", "e", "expert parallelism", Divided.EXPERTS, nesting=40),
 )
 """All axes, in the order in which people read them."""

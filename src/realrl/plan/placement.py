@@ -77,6 +77,9 @@ class Strategy:
     ep: int
     """Degree of expert parallelism. The ranks of a stage, which dp, cp and tp number, divide whole experts among
     themselves anew (`for_experts`)."""
+    vpp: int
+    """Virtual stages of each pipeline stage (interleaved pipeline, arXiv 2104.04473). A stage holds this number of
+    runs of layers, and a micro-batch passes all stages this often."""
     micro_batch_tokens: int
     sequence_parallel: bool
     """Whether TP ranks also split tokens in the layers that they would otherwise replicate."""
@@ -95,6 +98,7 @@ class Strategy:
         *,
         degrees: Degrees | None = None,
         ep: int = 1,
+        vpp: int = 1,
         micro_batch_tokens: int = 8192,
         sequence_parallel: bool = False,
         dtype: Dtype | None = None,
@@ -109,7 +113,7 @@ class Strategy:
             **dict(zip(axis_names(), degrees.values, strict=True)),
             "micro_batch_tokens": micro_batch_tokens,
         }
-        for name, size in {**sizes, "ep": min(ep, sizes["ep"])}.items():
+        for name, size in {**sizes, "ep": min(ep, sizes["ep"]), "vpp": min(vpp, sizes["vpp"])}.items():
             if size < 1:
                 raise UserError(f"strategy: {name}={size} must be at least 1")
         if not divides_experts(degrees, ep):
@@ -125,9 +129,20 @@ class Strategy:
                 f"strategy: zero={zero} shards over data-parallel and context-parallel ranks, but dp=1 is a single"
                 " rank; leave zero out, or set dp or cp to at least 2"
             )
+        if vpp > 1 and degrees["pp"] == 1:
+            raise UserError(
+                f"strategy: vpp={vpp} divides the layers of a pipeline stage into turns, but pp=1 has no pipeline;"
+                " leave vpp out, or set pp to at least 2"
+            )
+        if vpp > 1 and zero > 1:
+            raise UserError(
+                f"strategy: vpp={vpp} and zero={zero} do not fit together: each of the turns would gather parameters"
+                " or reduce gradients again; leave out vpp or zero"
+            )
         for name, given in (
             ("degrees", degrees),
             ("ep", ep),
+            ("vpp", vpp),
             ("micro_batch_tokens", micro_batch_tokens),
             ("sequence_parallel", sequence_parallel),
             ("dtype", dtype),
@@ -138,15 +153,16 @@ class Strategy:
 
     def with_degrees(self, **by_axis: int) -> "Strategy":
         """Copy the strategy with other degrees on some axes."""
-        ep = by_axis.pop("ep", self.ep)
-        return replace(self, degrees=self.degrees.changed(by_axis), ep=ep)
+        ep, vpp = by_axis.pop("ep", self.ep), by_axis.pop("vpp", self.vpp)
+        return replace(self, degrees=self.degrees.changed(by_axis), ep=ep, vpp=vpp)
 
     def for_generation(self) -> "Strategy":
         """Copy the strategy for a call that generates: context-parallel ranks take items of their own, and every
-        rank stores all parameters that it computes with. In a pipeline, data-parallel ranks cannot decode in step,
-        so if they divide experts, TP ranks cut experts like other matrices instead."""
+        rank stores all parameters that it computes with. A token passes each stage once, so there are no virtual
+        stages. In a pipeline, data-parallel ranks cannot decode in step, so if they divide experts, TP ranks cut
+        experts like other matrices instead."""
         ep = 1 if self.decodes_together and self.pp > 1 else self.ep
-        return replace(self.with_degrees(dp=self.copies, cp=1, ep=ep), zero=1, recompute=False)
+        return replace(self.with_degrees(dp=self.copies, cp=1, ep=ep, vpp=1), zero=1, recompute=False)
 
     def for_experts(self) -> "Strategy":
         """Make the strategy of the experts alone, which determines their layout.
@@ -217,13 +233,14 @@ class Strategy:
     def can_generate(self, portions: int = 1) -> bool:
         """Check whether a call that generates accepts this strategy. `portions`: see `Call.portions`."""
         apart = self.pp == 1 == portions or not self.decodes_together
-        return self.cp == 1 and not self.shards_parameters and apart
+        return self.cp == self.vpp == 1 and not self.shards_parameters and apart
 
     @property
     def all_degrees(self) -> Degrees:
-        """Degrees of all axes with `ep` among them, as in files and tables, to tell strategies apart. Their product
-        is not the number of ranks if `ep` is above 1."""
-        return self.degrees.changed({"ep": self.ep}) if self.ep > 1 else self.degrees
+        """Degrees of all axes with `ep` and `vpp` among them, as in files and tables, to tell strategies apart. Their
+        product is not the number of ranks if one of these two is above 1."""
+        own = {"ep": self.ep, "vpp": self.vpp}
+        return self.degrees.changed(own) if max(own.values()) > 1 else self.degrees
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -325,10 +342,11 @@ class Placement:
         if match["z3"] and match["z2"]:
             raise UserError(f"placement {text!r} has two stages of ZeRO; leave out z2 or z3")
         degrees = {axis: int(match[axis] or 1) for axis in axis_names()}
-        ep = degrees.pop("ep")
+        ep, vpp = degrees.pop("ep"), degrees.pop("vpp")
         strategy = Strategy(
             degrees=Degrees.of(degrees),
             ep=ep,
+            vpp=vpp,
             micro_batch_tokens=int(match["tokens"]),
             sequence_parallel=bool(match["sp"]),
             dtype=DTYPES[match["dtype"]] if match["dtype"] else None,

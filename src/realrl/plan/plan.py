@@ -183,6 +183,11 @@ class Plan:
                 f"plan: {name}: pp={strategy.pp} is more pipeline stages than the model has layers"
                 f" ({shape.layers})"
             )
+        if shape is not None and strategy.pp * strategy.vpp > shape.layers:
+            raise UserError(
+                f"plan: {name}: pp={strategy.pp} with vpp={strategy.vpp} is more virtual pipeline stages than the model"
+                f" has layers ({shape.layers})"
+            )
         if shape is not None and strategy.tp > shape.heads:
             raise UserError(
                 f"plan: {name}: tp={strategy.tp} is more than the {shape.heads} attention heads of the model"
@@ -224,6 +229,11 @@ class Plan:
                     f"plan: {call.name}: cp={strategy.cp} divides the tokens of sequences that are given;"
                     f" generation adds one token at a time, so leave cp out: {call.role} is reallocated if its"
                     " other calls have it"
+                )
+            if call.kind is Kind.GENERATE and strategy.vpp > 1:
+                raise UserError(
+                    f"plan: {call.name}: vpp={strategy.vpp} would send every token through the pipeline"
+                    f" {strategy.vpp} times, so leave vpp out: {call.role} is reallocated if its other calls have it"
                 )
             if call.kind is Kind.GENERATE and strategy.decodes_together and strategy.pp > 1:
                 raise UserError(

@@ -372,9 +372,11 @@ def make_uniform_plan(
     With `ep`, all models must be mixtures.
     """
     everywhere = Mesh(0, cluster.size)
-    ep = degrees.pop("ep", 1)
+    folded = {axis: degrees.pop(axis, 1) for axis in ("ep", "vpp")}
     dp = cluster.size // prod(degrees.values())
-    plain = Strategy(degrees=Degrees.of({"dp": dp, **degrees}), ep=ep, micro_batch_tokens=micro_batch_tokens)
+    plain = Strategy(
+        degrees=Degrees.of({"dp": dp, **degrees}), **folded, micro_batch_tokens=micro_batch_tokens
+    )
     strategies = {
         Kind.TRAIN: replace(plain, zero=zero),
         Kind.INFERENCE: replace(plain, zero=1 if zero == 2 else zero),
