@@ -32,8 +32,8 @@ MODELS: dict[str, tuple[ModelShape, Head]] = {
     ),
 }  # fmt: skip
 
-# (dp, tp, pp), with `c` and the degree of context parallelism, `s` for sequence parallelism, `r` for recomputation,
-# and the stage of ZeRO. Every degree alone, and mixtures of them.
+# (dp, tp, pp), with `c` and the degree of context parallelism, `v` and the number of virtual stages, `s` for
+# sequence parallelism, `r` for recomputation, and the stage of ZeRO. Every degree alone, and mixtures of them.
 STRATEGIES = {
     2: [
         "2 1 1",
@@ -50,6 +50,8 @@ STRATEGIES = {
         "1 1 1 c2 r",
         "1 1 1 c2 2",
         "1 1 1 c2 3",
+        "1 1 2 v2",
+        "1 1 2 v2 r",
     ],
     3: ["3 1 1", "1 3 1 s", "1 3 1", "1 1 3", "3 1 1 3r", "1 1 1 c3 r"],
     4: [
@@ -74,6 +76,9 @@ STRATEGIES = {
         "1 2 1 c2 s",
         "1 1 2 c2 r",
         "1 1 1 c4 2",
+        "2 1 2 v2",
+        "1 2 2 v2 sr",
+        "1 1 2 c2 v2",
     ],
     6: ["3 2 1", "2 3 1 s", "1 6 1", "1 3 2", "1 2 3 s", "3 1 2", "2 1 3", "1 2 3 sr"],
     8: [
@@ -89,6 +94,8 @@ STRATEGIES = {
         "2 2 1 c2 3sr",
         "1 2 1 c4 2s",
         "1 1 1 c8",
+        "2 2 2 v2 s",
+        "1 2 2 c2 v2 r",
     ],
 }
 
@@ -98,12 +105,16 @@ def placements(world: int) -> list[Placement]:
     found = []
     for text in STRATEGIES[world]:
         dp, tp, pp, *flags = text.split()
-        cp = next((flags.pop(i)[1:] for i, flag in enumerate(flags) if flag.startswith("c")), "1")
+        cp, vpp = (
+            next((flags.pop(i)[1:] for i, flag in enumerate(flags) if flag.startswith(axis)), "1")
+            for axis in "cv"
+        )
         strategy = Strategy(
             dp=int(dp),
             cp=int(cp),
             tp=int(tp),
             pp=int(pp),
+            vpp=int(vpp),
             micro_batch_tokens=40,
             sequence_parallel="s" in "".join(flags),
             recompute="r" in "".join(flags),

@@ -76,22 +76,24 @@ class HostItems:
             found.append(size)
         return found
 
-    def make_routing(self, shard: Shard, packing: Packing) -> Routing:
-        """Make the routing for the selected items. `packing` has their rows.
+    def make_routing(self, shard: Shard, packing: Packing, virtual: int = 0) -> Routing:
+        """Make the routing for the selected items on a virtual stage. `packing` has their rows.
 
         The recorded experts are replayed for the longest prefix of a row that matches its sampled sequence; later
         tokens are routed normally. The j-th row of an item uses the j-th replay.
         """
         if not any(self.replays):
             return LIKELIEST
-        mixture, layers = shard.shape.mixture, slice(shard.layers.start, shard.layers.stop)
+        mixture, layers = shard.shape.mixture, shard.virtual_stages[virtual]
         assert mixture is not None, "only mixtures have experts"
-        size = sum(packing.lengths), len(shard.layers), mixture.per_token
+        size = sum(packing.lengths), len(layers), mixture.per_token
         experts = torch.full(size, NONE_CHOSEN, dtype=EXPERT_DTYPE)
         for place, found in zip(experts.split(packing.lengths), self._list_replayed(), strict=True):
-            place[: len(found)] = found.view(len(found), shard.shape.layers, mixture.per_token)[:, layers]
+            of_model = found.view(len(found), shard.shape.layers, mixture.per_token)
+            place[: len(found)] = of_model[:, layers.start : layers.stop]
         (experts,) = copy_to_device([experts], packing.positions.device)
-        return ReplayedRouting(packing.select(experts, padding=NONE_CHOSEN))
+        first = shard.places(virtual).start
+        return ReplayedRouting(packing.select(experts, padding=NONE_CHOSEN), first)
 
     def _list_replayed(self) -> list[Tensor]:
         """List, for each row of the selected items, the experts that are replayed: those of the tokens before the

@@ -2,9 +2,8 @@
 uses."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -19,7 +18,9 @@ from realrl.engine.messages import Outputs, gather_outputs
 from realrl.engine.micro_batches import MicroBatch, split_items
 from realrl.engine.parallel_groups import ParallelGroups
 from realrl.engine.pass_counts import PassCounts
-from realrl.engine.pipeline import Pipeline, prefetch_receives
+from realrl.engine.pass_messages import OrderedMessages, PassMessages, PrefetchedMessages
+from realrl.engine.pass_schedule import Action, make_schedule, order_messages
+from realrl.engine.pipeline import Pipeline
 from realrl.engine.reduced_metrics import reduce_metrics
 from realrl.engine.sharding import GatheredParameters, ShardedPasses
 from realrl.families.shape import Head, ModelShape
@@ -121,6 +122,13 @@ class Model:
         experts."""
         return self.layout.placement.strategy.decodes_together
 
+    @property
+    def aligns_passes(self) -> bool:
+        """Whether all ranks with the same parameters need the same number of passes in their schedules: if passes
+        are joint, and if context-parallel ranks have virtual stages. The order of the passes of these ranks depends
+        on their number, and they must reach the micro-batches that they divide in the same order."""
+        return self.passes_are_joint or (self.shard.vpp > 1 and self.groups.context.size > 1)
+
     def agree_on_passes(self, count: int) -> int:
         """Return the largest `count` of all ranks with the same parameters. All of these ranks then take part in
         this number of passes, some of them in idle passes."""
@@ -156,15 +164,16 @@ class Model:
         *,
         recompute: bool = False,
         routing: Routing = LIKELIEST,
+        virtual: int = 0,
     ) -> Tensor:
-        """Compute this stage's hidden states of packed token rows.
+        """Compute the hidden states of packed token rows after a virtual stage.
 
         `received` are the hidden states of the previous stage, if there is one. With `recompute`, only the inputs
         of layers are kept, and the backward pass recomputes the layers. `routing` chooses the experts of mixtures.
         """
         x = rows.values if received is None else received
-        hidden: Tensor = self.transformer(x, packing, recompute=recompute, routing=routing)
-        if self.groups.context.size == 1:
+        hidden: Tensor = self.transformer(x, packing, recompute=recompute, routing=routing, virtual=virtual)
+        if self.groups.context.size == 1 and virtual == 0:
             self.counts.padded_tokens += packing.spans.padded_tokens
         return hidden
 
@@ -204,9 +213,9 @@ class Model:
             candidate_logprobs=others,
         )
 
-    def run_idle(self, *, recompute: bool = False, requires_grad: bool = False) -> Tensor:
+    def run_idle(self, virtual: int = 0, *, recompute: bool = False, requires_grad: bool = False) -> Tensor:
         """Take part in the collectives of a forward pass of other ranks: run a pass over two tokens that count
-        nowhere.
+        nowhere, through a virtual stage.
 
         `requires_grad`: whether the stage before has something to train. Returns the output of the stage, whose
         backward pass with zeros takes part in the collectives of a backward pass. It reaches the same parameters as
@@ -214,11 +223,11 @@ class Model:
         """
         rows = Ragged.of([torch.zeros(2, dtype=torch.int64)]).to(self.device)
         packing, x = Packing.of(rows.lengths, self.device), rows.values
-        if not self.pipeline.first:
+        if not self.shard.begins(virtual):
             shape = self.count_hidden_rows(2), self.shape.hidden_size
             x = torch.zeros(shape, dtype=self.dtype, device=self.device, requires_grad=requires_grad)
-        hidden: Tensor = self.transformer(x, packing, recompute=recompute)
-        if not self.shard.last:
+        hidden: Tensor = self.transformer(x, packing, recompute=recompute, virtual=virtual)
+        if not self.shard.ends(virtual):
             return hidden
         output = self.compute_output(hidden, rows, packing)
         found = output.values if self.head == "scalar" else output.logprobs
@@ -230,18 +239,23 @@ class Model:
         computes `tokens` tokens."""
         return -(-tokens // self.shard.tp) if self.sequence_parallel else tokens
 
-    def receive_activations(self, tokens: Sequence[int]) -> Iterator[Tensor | None]:
-        """Yield the previous stage's hidden states for each micro-batch, or None on the first stage. `tokens` lists
-        how many tokens of each micro-batch this rank computes."""
-        if self.pipeline.first:
-            return repeat(None, len(tokens))
-        return prefetch_receives(self.pipeline.post_recv, map(self.count_hidden_rows, tokens))
+    def plan_passes(
+        self, parts: Sequence[MicroBatch], count: int, *, first: int | None = None
+    ) -> tuple[Sequence[Action], PassMessages]:
+        """Return the passes of this stage in order, and what carries the messages between them.
 
-    def receive_gradients(self, tokens: Sequence[int]) -> Iterator[Tensor | None]:
-        """Yield the gradients of the hidden states sent to the next stage, or None on the last stage."""
-        if self.pipeline.last:
-            return repeat(None, len(tokens))
-        return prefetch_receives(self.pipeline.post_recv_gradient, map(self.count_hidden_rows, tokens))
+        `parts`: the micro-batches of this rank. `count`: number of micro-batches in the schedule; for those after
+        `parts`, other stages exchange no messages. `first`: for training, the place of the first virtual stage with
+        something to train (`Shard.find_first_place`).
+        """
+        shard, train = self.shard, first is not None
+        rows = [self.count_hidden_rows(micro_batch.own_tokens) for micro_batch in parts]
+        actions = make_schedule(shard.pp, count, shard.vpp, backward=train)[shard.pp_index]
+        if shard.vpp == 1:
+            gradients = first is not None and shard.pp_index >= first
+            return actions, PrefetchedMessages(self.pipeline, rows, gradients=gradients)
+        order = order_messages(shard.pp, count, shard.vpp, backward=train, first=first or 0)
+        return actions, OrderedMessages(self.pipeline, order, rows)
 
     def split_items(
         self, items: HostItems, max_tokens: int, candidates: Candidates | None
@@ -291,22 +305,25 @@ class Model:
         recorded, batch = batch, batch.without(list_experts(replays))
         items = HostItems.of(method.sequences(batch), recorded, replays)
         parts = self.select_own(self.split_items(items, max_tokens, candidates))
-        count = self.agree_on_passes(len(parts)) if self.passes_are_joint else len(parts)
-        received = self.receive_activations([micro_batch.own_tokens for micro_batch in parts])
-        for micro_batch in parts:
+        joint = self.passes_are_joint
+        count = self.agree_on_passes(len(parts)) if self.aligns_passes else len(parts)
+        actions, messages = self.plan_passes(parts, count)
+        for action in actions:
+            if action.micro_batch >= len(parts):
+                if joint:
+                    messages.flush()
+                    self.run_idle(action.virtual)
+                    if self.passes is not None:
+                        self.passes.release()
+                continue
+            micro_batch = parts[action.micro_batch]
             part = batch.select(micro_batch.items).to(self.device)
             of_part = items.select(micro_batch.items)
-            outputs = self._infer_part(part, method, micro_batch, received, candidates, of_part)
-            if self.reports(micro_batch):
+            outputs = self._infer_part(part, method, micro_batch, action, messages, candidates, of_part)
+            if self.reports(micro_batch) and outputs is not None:
                 found.append((micro_batch.items, outputs))
             after_micro_batch()
-        if count > len(parts):
-            self.pipeline.flush()
-        for _ in range(count - len(parts)):
-            self.run_idle()
-            if self.passes is not None:
-                self.passes.release()
-        self.pipeline.wait_sends()
+        messages.finish()
         if not self.shard.last:
             return batch, Metrics()
         found = gather_outputs(found, self.groups.context, self.device)
@@ -320,16 +337,18 @@ class Model:
         part: Batch,
         method: InferenceMethod,
         micro_batch: MicroBatch,
-        received: Iterator[Tensor | None],
+        action: Action,
+        messages: PassMessages,
         candidates: Candidates | None,
         items: HostItems,
-    ) -> dict[str, Ragged]:
-        """Run a micro-batch of an inference call; returns outputs in host memory, on the last stage only."""
-        rows = method.sequences(part)
+    ) -> dict[str, Ragged] | None:
+        """Run a pass of an inference call; returns outputs in host memory after the last virtual stage of all, and
+        None after others."""
+        rows, virtual = method.sequences(part), action.virtual
         packing = self.pack(rows, micro_batch)
-        routing = items.make_routing(self.shard, packing)
-        hidden = self.forward(rows, packing, next(received), routing=routing)
-        if self.shard.last:
+        routing = items.make_routing(self.shard, packing, virtual)
+        hidden = self.forward(rows, packing, messages.receive(action), routing=routing, virtual=virtual)
+        if self.shard.ends(virtual):
             likeliest = candidates.count if candidates is not None and candidates.ids is None else 0
             ids = read_candidates(part, candidates)
             output = self.compute_output(hidden, rows, packing, candidates=ids, likeliest=likeliest)
@@ -337,8 +356,8 @@ class Model:
                 self.passes.release()
             outputs = method.outputs(part, output)
             return {key: field.to(torch.device("cpu")) for key, field in outputs.items()}
-        self.pipeline.send(hidden)
-        return {}
+        messages.send(action, hidden)
+        return None
 
 
 def make_unsharded_model(

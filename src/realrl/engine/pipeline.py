@@ -1,4 +1,4 @@
-"""Pipeline stages: their schedule, and the messages between them. Gloo matches messages by tag, NCCL by order.
+"""Messages between pipeline stages. Gloo matches messages by tag, NCCL by order.
 
 Gloo holds a message back until its receive is posted, so receives are posted early. An NCCL receive is a kernel
 that spins until its message arrives. Some work waits for all kernels of the device: lazy loading of a module,
@@ -9,9 +9,7 @@ This would hold even if the host waited for the end of every operation.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import islice
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -19,32 +17,6 @@ from torch import Tensor
 
 from realrl.layout.limits import SENDS_PER_STAGE
 from realrl.model.group import Group
-
-
-@dataclass(frozen=True)
-class Action:
-    """Forward (`F`) or backward (`B`) pass of one micro-batch on one stage."""
-
-    stage: int
-    kind: Literal["F", "B"]
-    micro_batch: int
-
-
-def make_1f1b_schedule(stages: int, micro_batches: int) -> list[list[Action]]:
-    """Make a 1F1B schedule (PipeDream-Flush, arXiv 2006.09503): the actions of each stage, in order.
-
-    After a warm-up, each stage alternates between forward and backward passes. So stage s never holds activations
-    of more than `stages - s` micro-batches.
-    """
-    schedule: list[list[Action]] = []
-    for stage in range(stages):
-        warmup = min(stages - stage - 1, micro_batches)
-        order = [Action(stage, "F", i) for i in range(warmup)]
-        for i in range(micro_batches - warmup):
-            order += [Action(stage, "F", warmup + i), Action(stage, "B", i)]
-        order += [Action(stage, "B", i) for i in range(micro_batches - warmup, micro_batches)]
-        schedule.append(order)
-    return schedule
 
 
 class PendingRecv:
@@ -123,6 +95,15 @@ class TaggedTransport:
     def finish(self) -> None:
         self._sends.wait()
 
+    def post(
+        self, kind: Callable[..., object], tensor: Tensor, stage: int, *, backward: bool
+    ) -> list[dist.Work]:
+        """Post an operation, `dist.isend` or `dist.irecv`. `backward`: whether the message is a gradient."""
+        tag = _BACKWARD if backward else _FORWARD
+        work = kind(tensor, self._group.ranks[stage], group=self._handle(not backward), tag=tag)
+        assert isinstance(work, dist.Work), "a stage is part of its pipeline"
+        return [work]
+
     def _handle(self, forward: bool) -> dist.ProcessGroup | None:
         return (self._group if forward else self._reverse).handle
 
@@ -186,6 +167,12 @@ class OrderedTransport:
         if sent:
             works = self._post([self._operation(dist.isend, *one) for one in sent])
             self._sends.add(works, [tensor for tensor, _ in sent])
+
+    def post(
+        self, kind: Callable[..., object], tensor: Tensor, stage: int, *, backward: bool
+    ) -> list[dist.Work]:
+        """Post an operation, `dist.isend` or `dist.irecv`, by itself."""
+        return self._post([self._operation(kind, tensor, stage)])
 
     def _operation(self, kind: Callable[..., object], tensor: Tensor, stage: int) -> dist.P2POp:
         return dist.P2POp(kind, tensor, self._group.ranks[stage], group=self._group.handle)
@@ -251,7 +238,7 @@ class Pipeline:
         With `followed`, that stage sends another message before it receives tokens.
         """
         return self._transport.post_recv(
-            lambda: self._empty_hidden(rows), self.group.index - 1, _FORWARD, followed=followed
+            lambda: self.make_hidden(rows), self.group.index - 1, _FORWARD, followed=followed
         )
 
     def send(self, hidden: Tensor, *, followed: bool = False) -> None:
@@ -262,7 +249,7 @@ class Pipeline:
 
     def post_recv_gradient(self, rows: int) -> PendingRecv:
         """Request the gradient of the activations sent to the next stage. [rows, H]"""
-        return self._transport.post_recv(lambda: self._empty_hidden(rows), self.group.index + 1, _BACKWARD)
+        return self._transport.post_recv(lambda: self.make_hidden(rows), self.group.index + 1, _BACKWARD)
 
     def send_gradient(self, gradient: Tensor) -> None:
         """Send the gradient of the previous stage's activations."""
@@ -299,6 +286,14 @@ class Pipeline:
         for stage in range(1 if around else self.group.size - 1):
             self._transport.send_back(tokens, stage, _TOKENS)
 
+    def post(
+        self, kind: Callable[..., object], tensor: Tensor, stage: int, *, backward: bool
+    ) -> list[dist.Work]:
+        """Post a send (`dist.isend`) of hidden states to any stage, or a receive (`dist.irecv`) from it, now.
+        `backward`: whether the message has their gradient. Both stages must post all such messages between them in
+        the same order."""
+        return self._transport.post(kind, tensor, stage, backward=backward)
+
     def flush(self) -> None:
         """Send the messages that are held back. Other stages need them now, and the next message of this stage may
         come much later."""
@@ -307,7 +302,8 @@ class Pipeline:
     def wait_sends(self) -> None:
         self._transport.finish()
 
-    def _empty_hidden(self, rows: int) -> Tensor:
+    def make_hidden(self, rows: int) -> Tensor:
+        """Allocate a buffer for hidden states or their gradient. [rows, H]"""
         return torch.empty(rows, self._hidden_size, dtype=self._dtype, device=self._device)
 
 

@@ -32,7 +32,7 @@ def list_sections(shard: Shard) -> tuple[Section, ...]:
 
 def find_section(shard: Shard, spec: TensorSpec) -> Section:
     if spec.layer is not None:
-        return spec.layer - shard.layers.start
+        return shard.layers.index(spec.layer)
     return "embedding" if shard.first and spec.parameter in ("embedding", "positions") else "head"
 
 

@@ -83,7 +83,8 @@ def virtual_stage_layers(layers: int, pp: int, vpp: int) -> tuple[tuple[range, .
         return tuple((own,) for own in stage_layers(layers, pp))
     if pp * vpp > layers:
         raise UserError(
-            f"pp={pp} with vpp={vpp} is more virtual pipeline stages ({pp * vpp}) than the model has layers ({layers})"
+            f"pp={pp} with vpp={vpp} is more virtual pipeline stages ({pp * vpp}) than the model has layers"
+            f" ({layers})"
         )
     runs = stage_layers(layers, pp * vpp)
     return tuple(runs[stage::pp] for stage in range(pp))

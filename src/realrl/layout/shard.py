@@ -5,7 +5,7 @@ from functools import cached_property
 
 from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import Place, TensorSpec
-from realrl.layout.ranges import kv_heads, query_heads, virtual_stage_layers, vocabulary
+from realrl.layout.ranges import kv_heads, query_heads, stage_layers, virtual_stage_layers, vocabulary
 from realrl.plan.placement import Placement
 
 
@@ -70,6 +70,22 @@ class Shard:
     def layers(self) -> tuple[int, ...]:
         """Layers of the model on this stage, ascending. The place of a layer is its index among them."""
         return tuple(layer for layers in self.virtual_stages for layer in layers)
+
+    def find_place(self, virtual: int) -> int:
+        """Find the place of a virtual stage of this stage in the order in which a micro-batch passes all of them:
+        the first ones of all stages, then the second ones, and so on."""
+        return virtual * self.pp + self.pp_index
+
+    def find_first_place(self, spec: TensorSpec) -> int:
+        """Find the place (`find_place`) of the first virtual stage of any stage that holds a tensor."""
+        match spec.place:
+            case Place.FIRST | Place.BOTH_ENDS:
+                return 0
+            case Place.LAST:
+                return self.pp * self.vpp - 1
+            case layer:
+                runs = stage_layers(self.shape.layers, self.pp * self.vpp)
+                return next(place for place, run in enumerate(runs) if layer in run)
 
     def places(self, virtual: int) -> range:
         """Find the places of the layers of a virtual stage."""

@@ -345,7 +345,7 @@ class Layer(nn.Module):
                 self.experts_down,
                 mixture,
                 self._activation,
-                number - shard.layers.start,
+                shard.layers.index(number),
                 expert_group,
                 router_bias=self.router_bias,
                 correction=self.router_correction,

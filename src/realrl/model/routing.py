@@ -60,15 +60,15 @@ class ReplayedRouting(Routing):
     The weights of the experts, and their gradients, come from the model's current scores.
     """
 
-    def __init__(self, experts: Tensor) -> None:
-        """experts: [T, layers of the stage, k] EXPERT_DTYPE"""
-        self._experts = experts
+    def __init__(self, experts: Tensor, first: int = 0) -> None:
+        """experts: [T, layers, k] EXPERT_DTYPE, of the layers of the stage from `first` on."""
+        self._experts, self._first = experts, first
 
     def route(
         self, layer: int, probabilities: Tensor, preferences: Tensor, per_token: int
     ) -> tuple[Tensor, Tensor]:
         weighed, experts = super().route(layer, probabilities, preferences, per_token)
-        chosen = self._experts[:, layer].long()
+        chosen = self._experts[:, layer - self._first].long()
         return weighed, torch.where(chosen == NONE_CHOSEN, experts, chosen)
 
 

@@ -95,7 +95,7 @@ class Transformer(nn.Module):
             names = tuple(spec.name for spec in tensors[layer, parameter])
             if not names:
                 return None
-            name = parameter if layer is None else f"layers.{layer - shard.layers.start}.{parameter}"
+            name = parameter if layer is None else f"layers.{shard.layers.index(layer)}.{parameter}"
             self.sources[name] = names
             return nn.Parameter(found := weights(*names), requires_grad=found.is_floating_point())
 
@@ -152,9 +152,15 @@ class Transformer(nn.Module):
         return len(self.shard.queries if self._kv_head_index is not None else self.shard.keys)
 
     def forward(
-        self, x: Tensor, packing: Packing, *, recompute: bool = False, routing: Routing = LIKELIEST
+        self,
+        x: Tensor,
+        packing: Packing,
+        *,
+        recompute: bool = False,
+        routing: Routing = LIKELIEST,
+        virtual: int = 0,
     ) -> Tensor:
-        """Run one stage over packed sequences; returns [T, H], after the final norm on the last stage.
+        """Run one virtual stage over packed sequences; returns [T, H], after the final norm on the last stage.
 
         x: [T] tokens on the first stage, otherwise the output of the stage before. Hidden states have one row for
         each token that this rank computes, which may be fewer than all (`packing.common`, `packing.share`); T is
@@ -176,8 +182,10 @@ class Transformer(nn.Module):
 
         tp, positions = self._make_tp(packing), packing.positions
         positions = positions if cp is None else cp.share.positions
-        x = packing.select(x) if self.shard.first else x
-        return self._run_layers(x, positions, attend, tp, self._matrices, routing, recompute=recompute)
+        x = packing.select(x) if self.shard.begins(virtual) else x
+        return self._run_layers(
+            x, positions, attend, tp, self._matrices, routing, recompute=recompute, virtual=virtual
+        )
 
     def prefill(self, x: Tensor, tokens: Prefill, cache: PagedCache) -> Tensor | None:
         """Compute keys and values of tokens, and store them at their places in the cache.
@@ -276,9 +284,11 @@ class Transformer(nn.Module):
         routing: Routing,
         *,
         recompute: bool = False,
+        virtual: int = 0,
     ) -> Tensor:
-        x, tables = self._enter(x, positions, tp)
-        for i, layer in enumerate(self.layers):
+        x, tables = self._enter(x, positions, tp, virtual)
+        for i in self.shard.places(virtual):
+            layer = self.layers[i]
             if recompute and not x.requires_grad and any(p.requires_grad for p in layer.parameters()):
                 # Everything before this layer is frozen, but checkpointing computes gradients only if its
                 # input requires one.
@@ -288,13 +298,16 @@ class Transformer(nn.Module):
                 layer, tables=tables[i], attend=partial(attend, i), tp=tp, matrices=matrices, routing=routing
             )
             x = self.hooks.leave(i, checkpoint_activations(run_layer, x) if recompute else run_layer(x))
-        if self.norm is None:
+        if not self.shard.ends(virtual):
             return x
+        assert self.norm is not None, "the last stage has the final norm"
         return self._norm.normalize(self.hooks.enter("head", x), self.norm, self.norm_bias)
 
-    def _enter(self, x: Tensor, positions: Tensor, tp: TensorParallel) -> tuple[Tensor, list[RotaryTables]]:
+    def _enter(
+        self, x: Tensor, positions: Tensor, tp: TensorParallel, virtual: int = 0
+    ) -> tuple[Tensor, list[RotaryTables]]:
         """Compute the input of the first layer, and each layer's cosines and sines."""
-        if self.shard.first:
+        if self.shard.begins(virtual):
             x = tp.reduce_from_region(self._embed(self.hooks.enter("embedding", x)))
             if self._embedding_scale != 1:
                 x = x * self._embedding_scale

@@ -26,8 +26,8 @@ class Divided(StrEnum):
     LAYERS = "layers"
     """Decoder layers: the ranks are pipeline stages."""
     TURNS = "turns"
-    """Nothing among ranks: a stage computes its layers in several turns, its virtual stages. So no mesh has a degree
-    above 1 on this axis, and it only names the number of turns in files and tables."""
+    """Nothing among ranks: a stage computes its layers in several turns, its virtual stages. So no mesh has a
+    degree above 1 on this axis. It only names the number of turns in files and tables."""
 
 
 COPIES = (Divided.ITEMS, Divided.TOKENS)

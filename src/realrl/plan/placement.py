@@ -131,13 +131,13 @@ class Strategy:
             )
         if vpp > 1 and degrees["pp"] == 1:
             raise UserError(
-                f"strategy: vpp={vpp} divides the layers of a pipeline stage into turns, but pp=1 has no pipeline;"
-                " leave vpp out, or set pp to at least 2"
+                f"strategy: vpp={vpp} divides the layers of a pipeline stage, but pp=1 has no pipeline; leave vpp"
+                " out, or set pp to at least 2"
             )
         if vpp > 1 and zero > 1:
             raise UserError(
-                f"strategy: vpp={vpp} and zero={zero} do not fit together: each of the turns would gather parameters"
-                " or reduce gradients again; leave out vpp or zero"
+                f"strategy: vpp={vpp} and zero={zero} do not fit together: a stage would gather parameters and"
+                " reduce gradients again for each of its virtual stages; leave out vpp or zero"
             )
         for name, given in (
             ("degrees", degrees),
@@ -237,8 +237,8 @@ class Strategy:
 
     @property
     def all_degrees(self) -> Degrees:
-        """Degrees of all axes with `ep` and `vpp` among them, as in files and tables, to tell strategies apart. Their
-        product is not the number of ranks if one of these two is above 1."""
+        """Degrees of all axes with `ep` and `vpp` among them, as in files and tables, to tell strategies apart.
+        Their product is not the number of ranks if one of these two is above 1."""
         own = {"ep": self.ep, "vpp": self.vpp}
         return self.degrees.changed(own) if max(own.values()) > 1 else self.degrees
 

@@ -185,8 +185,8 @@ class Plan:
             )
         if shape is not None and strategy.pp * strategy.vpp > shape.layers:
             raise UserError(
-                f"plan: {name}: pp={strategy.pp} with vpp={strategy.vpp} is more virtual pipeline stages than the model"
-                f" has layers ({shape.layers})"
+                f"plan: {name}: pp={strategy.pp} with vpp={strategy.vpp} is more virtual pipeline stages than the"
+                f" model has layers ({shape.layers})"
             )
         if shape is not None and strategy.tp > shape.heads:
             raise UserError(
@@ -233,7 +233,7 @@ class Plan:
             if call.kind is Kind.GENERATE and strategy.vpp > 1:
                 raise UserError(
                     f"plan: {call.name}: vpp={strategy.vpp} would send every token through the pipeline"
-                    f" {strategy.vpp} times, so leave vpp out: {call.role} is reallocated if its other calls have it"
+                    f" {strategy.vpp} times; leave vpp out: {call.role} is reallocated if its other calls have it"
                 )
             if call.kind is Kind.GENERATE and strategy.decodes_together and strategy.pp > 1:
                 raise UserError(

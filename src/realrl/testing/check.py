@@ -374,9 +374,8 @@ def make_uniform_plan(
     everywhere = Mesh(0, cluster.size)
     folded = {axis: degrees.pop(axis, 1) for axis in ("ep", "vpp")}
     dp = cluster.size // prod(degrees.values())
-    plain = Strategy(
-        degrees=Degrees.of({"dp": dp, **degrees}), **folded, micro_batch_tokens=micro_batch_tokens
-    )
+    plain = Strategy(degrees=Degrees.of({"dp": dp, **degrees}), micro_batch_tokens=micro_batch_tokens)
+    plain = plain.with_degrees(**folded)
     strategies = {
         Kind.TRAIN: replace(plain, zero=zero),
         Kind.INFERENCE: replace(plain, zero=1 if zero == 2 else zero),

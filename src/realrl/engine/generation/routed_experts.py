@@ -82,7 +82,7 @@ class RoutedExperts:
 def join_stages(model: Model, rows: Sequence[DecodeRow], experts: RoutedExperts) -> list[Tensor]:
     """Join the experts of all stages' layers, row by row; all stages call this together. -> [T, layers * k] each"""
     found: list[Tensor] = []
-    layers, mine = model.shape.layers, slice(model.shard.layers.start, model.shard.layers.stop)
+    layers, mine = model.shape.layers, list(model.shard.layers)
     for part in _split(model, rows):
         lengths = [row.prompt.length + len(row.tokens) for row in part]
         assert model.shape.mixture is not None, "only mixtures have experts"

@@ -30,14 +30,14 @@ class ExpertBalance:
         self._counts = ExpertCounts(len(model.transformer.layers), self._mixture.experts, model.device)
         self._sequences = 0
 
-    def route(self, inner: Routing, packing: Packing, sequences: Tensor) -> Routing:
+    def route(self, inner: Routing, packing: Packing, sequences: Tensor, virtual: int = 0) -> Routing:
         """Wrap the routing `inner` of a micro-batch, so that it also counts and balances experts. The result serves
-        the forward pass and its recomputation.
+        the forward pass through a virtual stage and its recomputation.
 
         `sequences` is the number of sequences of the mini-batch on all data-parallel ranks.
         """
         group = None if packing.share is None else packing.share.group
-        if group is None or group.index == 0:
+        if virtual == 0 and (group is None or group.index == 0):
             self._sequences += len(packing.lengths)
         coefficient = None
         if self._coefficient:

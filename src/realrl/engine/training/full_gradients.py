@@ -40,8 +40,10 @@ class OverlappedGradReduce:
         self._parameters = [0] * len(optimizer.buckets)
         """Number of parameters with elements in each bucket."""
         self._missing: list[int] | None = None
-        """Number of parameters with incomplete gradients in each bucket; None outside a mini-batch's last backward
-        pass."""
+        """Number of parameters with incomplete gradients in each bucket; None before the last backward passes of a
+        mini-batch."""
+        self._counts = False
+        """Whether the current backward pass is the last one of its virtual stage, and completes gradients."""
         self._waiting: list[deque[int]] = []
         """Buckets of each run that have not started, in starting order."""
         self._nodes: list[Node] = []
@@ -67,8 +69,11 @@ class OverlappedGradReduce:
         last = gradients.offset(names[-1]) + gradients[names[-1]].numel() - 1
         return range(bisect_right(starts, first) - 1, bisect_right(starts, last))
 
-    def start_last_backward(self) -> None:
-        """Announce that the next backward pass is the last of the mini-batch."""
+    def start_backward(self, *, last: bool) -> None:
+        """Announce a backward pass; `last`: whether it is the last one of its virtual stage in the mini-batch."""
+        self._counts = last
+        if not last or self._missing is not None:
+            return
         self._missing = list(self._parameters)
         by_run: dict[int, deque[int]] = {}
         for number, bucket in reversed([*enumerate(self._optimizer.buckets)]):
@@ -76,17 +81,19 @@ class OverlappedGradReduce:
                 by_run.setdefault(bucket.run, deque()).append(number)
         self._waiting = [*by_run.values()]
 
+    def end(self) -> None:
+        """End a mini-batch."""
+        self._counts, self._missing, self._waiting = False, None, []
+
     def _count_gradient(self, touched: range) -> None:
-        """In the last backward pass, count a parameter's gradient as complete in these buckets."""
-        if self._missing is None:
+        """In a last backward pass, count a parameter's gradient as complete in these buckets."""
+        if not self._counts or self._missing is None:
             return
         for bucket in touched:
             self._missing[bucket] -= 1
         for waiting in self._waiting:
             while waiting and self._missing[waiting[0]] == 0:
                 self._optimizer.start_reduce(self._optimizer.buckets[waiting.popleft()])
-        if not any(self._waiting):
-            self._missing = None
 
 
 def _make_counter(of: OverlappedGradReduce) -> Callable[[range], None]:
@@ -124,8 +131,12 @@ class FullGradients(Accumulation):
         )
 
     def start_backward(self, *, last: bool) -> None:
-        if last:
-            self._grad_reduce.start_last_backward()
+        self._grad_reduce.start_backward(last=last)
+
+    def discard(self) -> None:
+        super().discard()
+        self._grad_reduce.end()
 
     def finalize(self) -> Mapping[str, Tensor]:
+        self._grad_reduce.end()
         return finalize_model_grads(self._model, self.gradients)

@@ -33,10 +33,14 @@ class Accumulation:
         return self.optimizer.persistent
 
     def start_backward(self, *, last: bool) -> None:
-        """Begin a backward pass; `last` means that it is the last one of the mini-batch."""
+        """Begin a backward pass; `last` means that it is the last one of a virtual stage in the mini-batch."""
 
     def finish_backward(self) -> None:
         pass
+
+    def discard(self) -> None:
+        """Drop all accumulated gradients."""
+        self.optimizer.discard()
 
     def finalize(self) -> Mapping[str, Tensor]:
         """Complete the gradients of a mini-batch; returns gradients that are already summed over ranks, by name."""

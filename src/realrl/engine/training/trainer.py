@@ -16,7 +16,8 @@ from realrl.engine.host_items import HostItems, list_experts
 from realrl.engine.micro_batches import MicroBatch
 from realrl.engine.model import Model, read_candidates
 from realrl.engine.offload import Offloadable
-from realrl.engine.pipeline import make_1f1b_schedule
+from realrl.engine.pass_messages import PassMessages
+from realrl.engine.pass_schedule import Action
 from realrl.engine.reduced_metrics import broadcast_metrics, reduce_metrics
 from realrl.engine.training.expert_balance import ExpertBalance
 from realrl.engine.training.full_gradients import FullGradients
@@ -73,11 +74,8 @@ class Trainer:
         assert len(names) == 1, f"a trainer updates one parameter set, not {', '.join(names) or 'none'}"
         (self.parameter_set,) = names
         trained = model.sets[self.parameter_set]
-        first = min(stage for stages in trained.layout.stages for stage in stages)
-        self._has_backward = model.shard.pp_index >= first
-        """Whether this pipeline stage, or an earlier one, has something to train."""
-        self._sends_gradients = model.shard.pp_index > first
-        """Whether an earlier stage has something to train."""
+        self._first_trained = min(map(model.shard.find_first_place, trained.layout.specs))
+        """Place of the first virtual stage with something to train (`Shard.find_first_place`)."""
         self._accumulation: Accumulation = (
             FullGradients(model, trained, config)
             if trained.layout.placement.strategy.zero == 1
@@ -102,9 +100,17 @@ class Trainer:
         shard = self.model.shard
         specs = [tensor.spec for tensor in trained.layout.gathered_tensors(self.model.rank)]
         embeds = shard.first and any(spec.parameter in ("embedding", "positions") for spec in specs)
-        layers = [spec.layer - shard.layers.start for spec in specs if spec.layer is not None]
+        layers = [shard.layers.index(spec.layer) for spec in specs if spec.layer is not None]
         count = len(shard.layers)
-        return range(0 if embeds or self._sends_gradients else min(layers, default=count), count)
+        return range(0 if embeds or self._sends_gradients(0) else min(layers, default=count), count)
+
+    def _has_backward(self, virtual: int) -> bool:
+        """Check whether a virtual stage of this rank, or an earlier one of any stage, has something to train."""
+        return self.model.shard.find_place(virtual) >= self._first_trained
+
+    def _sends_gradients(self, virtual: int) -> bool:
+        """Check whether a virtual stage before this one has something to train."""
+        return self.model.shard.find_place(virtual) > self._first_trained
 
     @property
     def updated_values(self) -> Tensor:
@@ -277,7 +283,7 @@ class Trainer:
 
     def _discard(self) -> None:
         """Drop all accumulated gradients."""
-        self.optimizer.discard()
+        self._accumulation.discard()
         self._forget()
 
     def _forget(self) -> None:
@@ -347,49 +353,51 @@ class Trainer:
             weight = torch.ones_like(weight)
         found = model.split_items(items, options.max_tokens, options.candidates)
         parts = model.select_own(found)
-        tokens = [micro_batch.own_tokens for micro_batch in parts]
-        received = model.receive_activations(tokens)
-        stage = model.groups.pipeline.index
-        stages = model.groups.pipeline.size
-        gradients = model.receive_gradients(tokens) if self._has_backward else None
         metrics = Metrics()
         minibatch = _MiniBatch(batch, items, weight, sequences, metrics)
         loss = torch.zeros((), dtype=torch.float64, device=model.device)
-        passes: dict[int, _Pass] = {}
+        passes: dict[tuple[int, int], _Pass] = {}
         accumulation = self._accumulation
         # If micro-batches have collectives of ranks with other ones, ranks with fewer of them run idle passes.
         joint = model.passes_are_joint or model.layout.placement.strategy.zero > 1
-        count = len(parts) + (last and self._lacks_last_pass(found, parts))
-        count = model.agree_on_passes(count) if joint else count
-        actions = make_1f1b_schedule(stages, count)[stage]
+        aligned = joint or model.aligns_passes
+        last = last and not (aligned and model.shard.vpp > 1)
+        own = len(parts) + (last and self._lacks_last_pass(found, parts))
+        count = model.agree_on_passes(own) if aligned else own
+        actions, messages = model.plan_passes(parts, count, first=self._first_trained)
         for action in actions:
-            if action.micro_batch >= len(parts):
-                model.pipeline.flush()
-                if action.kind == "F":
+            virtual, key = action.virtual, (action.micro_batch, action.virtual)
+            if action.micro_batch >= own and not joint:
+                continue  # other ranks have this micro-batch
+            if action.kind == "F":
+                if action.micro_batch >= len(parts):
+                    messages.flush()
                     idle_output = model.run_idle(
-                        recompute=options.recompute, requires_grad=self._sends_gradients
+                        virtual, recompute=options.recompute, requires_grad=self._sends_gradients(virtual)
                     )
-                    if self._has_backward:
-                        passes[action.micro_batch] = _Pass(None, idle_output)
+                    done = _Pass(None, idle_output)
                     del idle_output
-                elif self._has_backward:
-                    accumulation.start_backward(last=last and action is actions[-1])
-                    result = passes.pop(action.micro_batch).result
-                    result.backward(torch.zeros_like(result))
-                    accumulation.finish_backward()
-            elif action.kind == "F":
-                done = self._forward(parts[action.micro_batch], minibatch, method, options, next(received))
-                if model.shard.last and model.reports(parts[action.micro_batch]):
-                    loss += done.result.detach()
-                if self._has_backward:
-                    passes[action.micro_batch] = done
+                else:
+                    done = self._forward(
+                        parts[action.micro_batch], minibatch, method, options, action, messages
+                    )
+                    if model.shard.ends(virtual) and model.reports(parts[action.micro_batch]):
+                        loss += done.result.detach()
+                if self._has_backward(virtual):
+                    passes[key] = done
                 del done  # without a backward pass, this frees the activations before the next forward pass
-            elif gradients is not None:
-                accumulation.start_backward(last=last and action is actions[-1])
-                self._backward(passes.pop(action.micro_batch), next(gradients))
+            elif self._has_backward(virtual):
+                # Of the backward passes of each virtual stage, the last micro-batch has the last.
+                accumulation.start_backward(last=last and action.micro_batch == count - 1)
+                if action.micro_batch >= len(parts):
+                    messages.flush()
+                    result = passes.pop(key).result
+                    result.backward(torch.zeros_like(result))
+                else:
+                    self._backward(passes.pop(key), action, messages)
                 accumulation.finish_backward()
             options.after_pass()
-        model.pipeline.wait_sends()
+        messages.finish()
         self._loss += loss
         idle = not any(map(model.reports, parts))
         if model.shard.last and LOSS not in metrics.means and not idle:
@@ -418,22 +426,26 @@ class Trainer:
         minibatch: "_MiniBatch",
         method: TrainMethod,
         options: TrainOptions,
-        received: Tensor | None,
+        action: Action,
+        messages: PassMessages,
     ) -> "_Pass":
         """Run the forward pass of a micro-batch, and add its metrics to those of the mini-batch."""
-        model = self.model
+        model, virtual = self.model, action.virtual
         part = minibatch.batch.select(micro_batch.items)
         items = minibatch.items.select(micro_batch.items)
         rows = method.sequences(part)
         packing = model.pack(rows, micro_batch)
+        received = messages.receive(action)
         if received is not None:
-            received.requires_grad_(self._sends_gradients)
-        routing = items.make_routing(model.shard, packing)
+            received.requires_grad_(self._sends_gradients(virtual))
+        routing = items.make_routing(model.shard, packing, virtual)
         if self._balance is not None:
-            routing = self._balance.route(routing, packing, minibatch.sequences)
-        hidden = model.forward(rows, packing, received, recompute=options.recompute, routing=routing)
-        if not model.shard.last:
-            model.pipeline.send(hidden)
+            routing = self._balance.route(routing, packing, minibatch.sequences, virtual)
+        hidden = model.forward(
+            rows, packing, received, recompute=options.recompute, routing=routing, virtual=virtual
+        )
+        if not model.shard.ends(virtual):
+            messages.send(action, hidden)
             return _Pass(received, hidden)
         ids = read_candidates(part, options.candidates)
         output = model.compute_output(hidden, rows, packing, entropy=method.entropy, candidates=ids)
@@ -442,13 +454,13 @@ class Trainer:
             minibatch.metrics.update(part_metrics)
         return _Pass(received, loss / minibatch.weight)
 
-    def _backward(self, done: "_Pass", gradient: Tensor | None) -> None:
-        done.result.backward(gradient)
-        if self._sends_gradients:
+    def _backward(self, done: "_Pass", action: Action, messages: PassMessages) -> None:
+        done.result.backward(messages.receive(action))
+        if self._sends_gradients(action.virtual):
             assert done.received is not None and done.received.grad is not None, (
                 "every stage depends on the one before it"
             )
-            self.model.pipeline.send_gradient(done.received.grad)
+            messages.send(action, done.received.grad)
 
 
 def _is_finite(metrics: Metrics) -> bool:

@@ -1,0 +1,116 @@
+"""Messages between the passes of pipeline stages: hidden states, and their gradients."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from realrl.engine.pass_schedule import Action, Message
+from realrl.engine.pipeline import Pipeline, prefetch_receives
+
+
+class PrefetchedMessages:
+    """Messages of stages without virtual stages, which each exchange them only with the stages beside them."""
+
+    def __init__(self, pipeline: Pipeline, rows: Sequence[int], *, gradients: bool) -> None:
+        """`rows`: number of rows of hidden states of each micro-batch. `gradients`: whether this stage has backward
+        passes."""
+        self._pipeline = pipeline
+        self._received = {
+            "F": None if pipeline.first else prefetch_receives(pipeline.post_recv, rows),
+            "B": prefetch_receives(pipeline.post_recv_gradient, rows)
+            if gradients and not pipeline.last
+            else None,
+        }
+
+    def receive(self, action: Action) -> Tensor | None:
+        """Receive what an action needs; None if no stage sends it anything. [rows, H]"""
+        received = self._received[action.kind]
+        return None if received is None else next(received)
+
+    def send(self, action: Action, made: Tensor) -> None:
+        """Send what an action has made to the stage that needs it. made: [rows, H]"""
+        if action.kind == "F":
+            self._pipeline.send(made)
+        else:
+            self._pipeline.send_gradient(made)
+
+    def flush(self) -> None:
+        """Send the messages that are held back. The next message of this stage may come much later."""
+        self._pipeline.flush()
+
+    def finish(self) -> None:
+        """Wait until everything is sent."""
+        self._pipeline.wait_sends()
+
+
+class OrderedMessages:
+    """Messages of interleaved stages, which each stage posts in the one order of `order_messages`."""
+
+    def __init__(self, pipeline: Pipeline, order: Sequence[Message], rows: Sequence[int]) -> None:
+        """`order`: all messages of the pipeline. `rows`: number of rows of hidden states of each micro-batch; there
+        are no messages of other micro-batches."""
+        self._pipeline, self._rows, own = pipeline, rows, pipeline.group.index
+        self._unposted = deque(
+            message
+            for message in order
+            if own in (message.made_by.stage, message.needed_by.stage)
+            and message.made_by.micro_batch < len(rows)
+        )
+        self._needed: Mapping[Action, Message] = {
+            message.needed_by: message for message in self._unposted if message.needed_by.stage == own
+        }
+        self._made: Mapping[Action, Message] = {
+            message.made_by: message for message in self._unposted if message.made_by.stage == own
+        }
+        self._arriving: dict[Action, tuple[list[dist.Work], Tensor]] = {}
+        self._leaving: deque[tuple[list[dist.Work], Tensor]] = deque()
+
+    def receive(self, action: Action) -> Tensor | None:
+        """See `PrefetchedMessages.receive`."""
+        message = self._needed.get(action)
+        if message is None:
+            return None
+        if action not in self._arriving:
+            self._post_receives(message)
+        works, buffer = self._arriving.pop(action)
+        for work in works:
+            work.wait()
+        return buffer
+
+    def send(self, action: Action, made: Tensor) -> None:
+        """See `PrefetchedMessages.send`."""
+        message, tensor = self._made[action], made.detach().contiguous()
+        self._post_receives(message)
+        works = self._pipeline.post(dist.isend, tensor, message.needed_by.stage, backward=action.kind == "B")
+        self._leaving.append((works, tensor))
+        while self._leaving and all(work.is_completed() for work in self._leaving[0][0]):
+            self._leaving.popleft()
+
+    def flush(self) -> None:
+        """Do nothing, because no message is held back."""
+
+    def finish(self) -> None:
+        """See `PrefetchedMessages.finish`."""
+        assert not self._unposted, "every message is needed by an action that has run"
+        while self._leaving:
+            works, _ = self._leaving.popleft()
+            for work in works:
+                work.wait()
+
+    def _post_receives(self, last: Message) -> None:
+        """Post this stage's receives up to the message `last`, which this stage receives, or sends afterwards."""
+        pipeline, posted = self._pipeline, None
+        while posted is not last:
+            posted = self._unposted.popleft()
+            maker = posted.made_by
+            if maker.stage != pipeline.group.index:
+                buffer = pipeline.make_hidden(self._rows[maker.micro_batch])
+                works = pipeline.post(dist.irecv, buffer, maker.stage, backward=maker.kind == "B")
+                self._arriving[posted.needed_by] = works, buffer
+            else:
+                assert posted is last, "a message is posted as soon as it is made"
+
+
+PassMessages = PrefetchedMessages | OrderedMessages
