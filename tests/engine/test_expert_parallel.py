@@ -9,14 +9,14 @@ from tests.engine.learning_on_ranks import Case, Figures, check_learning_on_rank
 MODELS: dict[str, tuple[ModelShape, Head]] = {
     "qwen3_moe": (
         ModelShape(
-            family="qwen3_moe", vocab_size=61, hidden_size=24, intermediate_size=13, layers=3, heads=4,
+            family="qwen3_moe", vocab_size=61, hidden_size=24, intermediate_size=13, layers=4, heads=4,
             kv_heads=2, head_dim=6, init_std=0.2, mixture=Mixture(experts=8, per_token=3),
         ),
         "lm",
     ),
     "llama4, shared block": (
         ModelShape(
-            family="llama4_text", vocab_size=61, hidden_size=24, intermediate_size=14, layers=3, heads=4,
+            family="llama4_text", vocab_size=61, hidden_size=24, intermediate_size=14, layers=4, heads=4,
             kv_heads=2, head_dim=6, init_std=0.2,
             mixture=Mixture(
                 experts=8, per_token=1, scores="sigmoid", normalised=False, weighed="inputs", shared=1
@@ -26,14 +26,14 @@ MODELS: dict[str, tuple[ModelShape, Head]] = {
     ),
     "mixtral, scalar head": (
         ModelShape(
-            family="mixtral", vocab_size=61, hidden_size=24, intermediate_size=13, layers=3, heads=4,
+            family="mixtral", vocab_size=61, hidden_size=24, intermediate_size=13, layers=4, heads=4,
             kv_heads=2, head_dim=6, init_std=0.2, mixture=Mixture(experts=8, per_token=2),
         ),
         "scalar",
     ),
     "gpt_oss, biases": (
         ModelShape(
-            family="gpt_oss", vocab_size=61, hidden_size=24, intermediate_size=12, layers=3, heads=4, kv_heads=2,
+            family="gpt_oss", vocab_size=61, hidden_size=24, intermediate_size=12, layers=4, heads=4, kv_heads=2,
             head_dim=6, init_std=0.2, mixture=Mixture(experts=8, per_token=2), window=5, windowed_layers=(0, 2),
         ),
         "lm",
@@ -71,6 +71,8 @@ STRATEGIES: dict[int, list[dict[str, int]]] = {
         {"dp": 2, "tp": 2, "ep": 4, "sequence_parallel": 1},
         {"dp": 2, "tp": 2, "ep": 2, "zero": 3},
         {"dp": 2, "pp": 2, "ep": 2},
+        {"dp": 2, "pp": 2, "vpp": 2, "ep": 2},
+        {"cp": 2, "pp": 2, "vpp": 2, "ep": 2, "recompute": 1},
         {"tp": 2, "cp": 2, "ep": 4, "sequence_parallel": 1, "zero": 2},
         {"dp": 2, "cp": 2, "ep": 4, "recompute": 1},
         {"tp": 4, "ep": 2},

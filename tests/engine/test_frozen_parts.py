@@ -83,11 +83,13 @@ STRATEGIES = {
         "2 1 1 3r",
         "1 1 1 c2",
         "1 1 1 c2 r",
+        "1 1 2 v2",
+        "1 1 2 v2r",
     ],
     3: ["1 3 1 s", "3 1 1 3"],
     4: ["2 2 1 3s", "2 1 2 2", "1 2 1 c2 3s"],
 }
-"""(dp, tp, pp), with `c2` for context parallelism, `s` for sequence parallelism, `r` for recomputation, and the
+"""(dp, tp, pp), with `c2` for context parallelism, `v2` for virtual stages, `s` for sequence parallelism, `r` for recomputation, and the
 stage of ZeRO."""
 
 
@@ -95,10 +97,10 @@ def placements(world: int) -> list[Placement]:
     found = []
     for text in STRATEGIES[world]:
         dp, tp, pp, *flags = text.split()
-        cp = 1 + ("c2" in flags)
-        flags = [flag for flag in flags if flag != "c2"]
+        cp, vpp = 1 + ("c2" in flags), 1 + any(flag.startswith("v2") for flag in flags)
+        flags = [flag.removeprefix("v2") for flag in flags if flag != "c2"]
         strategy = Strategy(
-            dp=int(dp), cp=cp, tp=int(tp), pp=int(pp), micro_batch_tokens=40,
+            dp=int(dp), cp=cp, tp=int(tp), pp=int(pp), vpp=vpp, micro_batch_tokens=40,
             sequence_parallel="s" in "".join(flags), recompute="r" in "".join(flags),
             zero=next((stage for stage in (2, 3) if str(stage) in "".join(flags)), 1),
         )  # fmt: skip

@@ -165,6 +165,8 @@ STRATEGIES = {
         "1 2 1 s",
         "1 1 2",
         "1 1 2 r",
+        "1 1 2 v2",
+        "1 1 2 v2 r",
         "2 1 1 z2",
         "2 1 1 z3 r",
         "1 1 1 c2",
@@ -183,7 +185,7 @@ def placement_of(text: str, micro_batch_tokens: int = 30) -> Placement:
     dp, tp, pp, *flags = text.split()
     strategy = Strategy(
         dp=int(dp), cp=1 + ("c2" in flags), ep=1 + ("e2" in flags), tp=int(tp), pp=int(pp),
-        micro_batch_tokens=micro_batch_tokens,
+        vpp=1 + ("v2" in flags), micro_batch_tokens=micro_batch_tokens,
         sequence_parallel="s" in flags, recompute="r" in flags,
         zero=next((stage for stage in (2, 3) if f"z{stage}" in flags), 1),
     )  # fmt: skip

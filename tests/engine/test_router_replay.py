@@ -42,7 +42,10 @@ PLACEMENTS = {
         Placement(Mesh(0, 2), Strategy(tp=2, ep=2, sequence_parallel=True)),
         Placement(Mesh(0, 2), Strategy(tp=2, ep=2, micro_batch_tokens=30, recompute=True)),
     ],
-    "qwen3_moe": [Placement(Mesh(0, 2), Strategy(pp=2, micro_batch_tokens=30, recompute=True))],
+    "qwen3_moe": [
+        Placement(Mesh(0, 2), Strategy(pp=2, micro_batch_tokens=30, recompute=True)),
+        Placement(Mesh(0, 2), Strategy(pp=2, vpp=2, micro_batch_tokens=30, recompute=True)),
+    ],
     "qwen3_moe-dense": [Placement(Mesh(0, 2), Strategy(pp=2, micro_batch_tokens=30))],
     "gpt_oss": [
         Placement(Mesh(0, 2), Strategy(tp=2, micro_batch_tokens=30)),
@@ -62,7 +65,9 @@ Figures = dict[str, Tensor]
 
 def shape_of(family: str) -> ModelShape:
     windowed = (0, 1, 2) if SHAPES[family].window else ()
-    shape = SHAPES[family].model_copy(update={"layers": 3, "windowed_layers": windowed})
+    shape = SHAPES[family].model_copy(
+        update={"layers": 4 if family == "qwen3_moe" else 3, "windowed_layers": windowed}
+    )
     assert shape.mixture is not None
     even = shape.mixture.model_copy(update={"experts": shape.mixture.experts + 1})
     return shape.model_copy(update={"mixture": even})
@@ -266,7 +271,7 @@ def run_rank(rank: int, directory: str) -> None:
         for local in model.layout.tensors(rank):
             region = local.region
             model.parameters[region.tensor][: region.size[0]] = weights[region.tensor][region.slices]
-        for capacity in CAPACITIES if placement.strategy.ep == 1 else ():
+        for capacity in CAPACITIES if placement.strategy.ep == placement.strategy.vpp == 1 else ():
             found = sample(model, capacity)
             if rank in placement.output_ranks:
                 for key, values in samples.items():
