@@ -47,8 +47,9 @@ CASES = (
     ("grpo", 2, "ep=2"),
     ("ppo", 2, "cp=2"),
     ("ppo", 2, "ep=2"),
+    ("grpo", 2, "pp=2 vpp=2"),
 )
-"""Algorithm, number of processes and plan of each case: a preset, or a degree that all calls have. With `ep`,
+"""Algorithm, number of processes and plan of each case: a preset, or degrees that all calls have. With `ep`,
 models are mixtures, and ranks divide their experts in generation, too. With `cp`, some prompts are so long that
 ranks must divide them."""
 MICRO_BATCH_TOKENS = 256
@@ -155,7 +156,7 @@ class World:
             while len(tokenizer.encode(record["prompt"])) < LONG_TOKENS:
                 record["prompt"] += f" {text}"
         _write_records(root / "long-prompts.jsonl", records)
-        for kind, sizes in {"": SHAPE, "-mixture": MIXTURE}.items():
+        for kind, sizes in {"": SHAPE, "-mixture": MIXTURE, "-deep": {**SHAPE, "layers": 4}}.items():
             save_model(root / f"actor{kind}", "lm", tokenizer, sizes)
             save_model(root / f"reward{kind}", "scalar", tokenizer, sizes)
         (root / "patches").mkdir()
@@ -163,8 +164,8 @@ class World:
 
     def write_recipe(self, case: Case, run_dir: Path) -> Path:
         """Write the recipe of a case."""
-        axis, _, degree = case.plan.partition("=")
-        kind = "-mixture" if axis == "ep" else ""
+        degrees = dict(part.split("=") for part in case.plan.split() if "=" in part)
+        kind = "-mixture" if "ep" in degrees else "-deep" if "vpp" in degrees else ""
         models: dict[str, Any] = {
             "actor": {"path": str(self.root / f"actor{kind}"), "optimizer": {"lr": 1e-3}},
             "reward": {"path": str(self.root / f"reward{kind}")},
@@ -183,7 +184,7 @@ class World:
             "micro_batch_tokens": MICRO_BATCH_TOKENS,
             "models": models,
             "data": {
-                "train": str(self.root / ("long-prompts.jsonl" if axis == "cp" else "prompts.jsonl")),
+                "train": str(self.root / ("long-prompts.jsonl" if "cp" in degrees else "prompts.jsonl")),
                 "batch": 8,
             },
             "training": {"steps": STEPS},
@@ -194,10 +195,12 @@ class World:
         }
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         file = run_dir.parent / "recipe.yaml"
-        if degree:
+        if degrees:
             graph = parse_experiment({**recipe, "plan": "symmetric"}).graph
-            degrees = {axis: int(degree), "micro_batch_tokens": MICRO_BATCH_TOKENS}
-            plan = make_uniform_plan(graph, Cluster(1, case.size), **degrees)
+            numbers = {axis: int(degree) for axis, degree in degrees.items()}
+            plan = make_uniform_plan(
+                graph, Cluster(1, case.size), **numbers, micro_batch_tokens=MICRO_BATCH_TOKENS
+            )
             recipe["plan"] = str(file.with_name("plan.yaml"))
             plan.save(recipe["plan"], graph)
         file.write_text(yaml.safe_dump(recipe))

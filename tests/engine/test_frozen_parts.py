@@ -89,8 +89,8 @@ STRATEGIES = {
     3: ["1 3 1 s", "3 1 1 3"],
     4: ["2 2 1 3s", "2 1 2 2", "1 2 1 c2 3s"],
 }
-"""(dp, tp, pp), with `c2` for context parallelism, `v2` for virtual stages, `s` for sequence parallelism, `r` for recomputation, and the
-stage of ZeRO."""
+"""(dp, tp, pp), with `c2` for context parallelism, `v2` for virtual stages, `s` for sequence parallelism, `r` for
+recomputation, and the stage of ZeRO."""
 
 
 def placements(world: int) -> list[Placement]:

@@ -44,7 +44,9 @@ def placements(draw: st.DrawFn, cluster: Cluster, shape: ModelShape) -> Placemen
     experts = 1 if shape.mixture is None else shape.mixture.experts
     divisors = [ep for ep in range(1, experts + 1) if experts % ep == 0 == size // pp % ep]
     ep = draw(st.sampled_from([ep for ep in divisors if ep % tp == 0 or tp % ep == 0]))
-    return Placement(mesh, Strategy(dp=dp, cp=cp, tp=tp, pp=pp, ep=ep, zero=zero))
+    turns = shape.layers // pp if pp > 1 == zero else 1
+    vpp = draw(st.integers(1, turns))
+    return Placement(mesh, Strategy(dp=dp, cp=cp, tp=tp, pp=pp, vpp=vpp, ep=ep, zero=zero))
 
 
 @st.composite

@@ -31,16 +31,16 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
 }
 PLANS: Mapping[int, tuple[str, ...]] = {
     1: ("symmetric",),
-    2: ("2 1 1 1 3", "1 1 1 2", "2 1 1 1 2", "1 2 1 1"),
+    2: ("2 1 1 1 3", "1 1 1 2", "1 1 1 2 1 2", "1 2 1 1"),
     3: ("1 1 3 1", "separate", "1 3 1 1 3"),
     8: ("2 1 2 2", "interleave"),
 }
-"""Number of processes -> presets, and dp, cp, tp, pp and the stage of ZeRO of uniform plans, of which algorithms
-take turns."""
+"""Number of processes -> presets, and dp, cp, tp, pp, the stage of ZeRO and vpp of uniform plans, of which
+algorithms take turns."""
 STARTS = {
     "sft": "2 1 2 1",
     "reward": "2 1 2 1 2",
-    "dpo": "4 1 1 1 3",
+    "dpo": "2 1 1 2 1 2",
     "grpo": "1 2 1 2 2",
     "ppo": "2 1 2 1 3",
 }
@@ -62,10 +62,13 @@ def write_recipe(world: World, algorithm: str, directory: Path, devices: int, pl
         changes["models__actor__optimizer"] = OPTIMIZER
     changes["data__eval"] = str(world.root / f"{FORMS.get(algorithm, 'ppo')}.jsonl")
     if plan not in PRESETS:
-        dp, cp, tp, pp, *stage = map(int, plan.split())
+        dp, cp, tp, pp, *others = map(int, plan.split())
+        zero, vpp = (*others, 1, 1)[:2]
         graph = build_graph(load_experiment(str(world.recipe(algorithm, directory, **changes))))
-        cluster, zero = Cluster(1, dp * cp * tp * pp), stage[0] if stage else 1
-        made = make_uniform_plan(graph, cluster, cp=cp, tp=tp, pp=pp, zero=zero, micro_batch_tokens=256)
+        degrees = {"cp": cp, "tp": tp, "pp": pp, "vpp": vpp}
+        made = make_uniform_plan(
+            graph, Cluster(1, dp * cp * tp * pp), **degrees, zero=zero, micro_batch_tokens=256
+        )
         made.save(directory / "plan.yaml", graph)
         plan = str(directory / "plan.yaml")
     return world.recipe(algorithm, directory, plan=plan, **changes)

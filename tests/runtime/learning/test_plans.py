@@ -73,6 +73,18 @@ CASES = {
         ),
         {"keep": ["actor"], "offload_optimizer": ["actor"]},
     ),
+    "2 virtual stages": Case(
+        "1x2",
+        (
+            "d2 t1 p1 @0-1",
+            "d1 t1 p2 v2 @0-1",
+            "d1 t1 p2 @0-1",
+            "d1 t1 p2 v2 @0-1",
+            "d1 t1 p2 v2 @0-1",
+            "d1 t1 p2 v2 @0-1 rc",
+        ),
+        {"keep": ["actor"], "offload": ["ref"], "offload_optimizer": ["critic"]},
+    ),
     "2 deepspeed-chat": Case("1x2", "deepspeed-chat"),
     "4 openrlhf": Case("2x2", "openrlhf"),
     "4 stages of ZeRO, everything offloaded": Case(
@@ -190,7 +202,7 @@ def recipe(world: World, directory: Path, name: str, case: Case) -> Path:
             strategy = place.strategy
             calls[call] = {
                 "mesh": str(place.mesh),
-                **strategy.degrees.named(),
+                **strategy.all_degrees.named(),
                 "recompute": strategy.recompute,
                 "zero": strategy.zero,
             }
