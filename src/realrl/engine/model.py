@@ -19,7 +19,7 @@ from realrl.engine.micro_batches import MicroBatch, split_items
 from realrl.engine.parallel_groups import ParallelGroups
 from realrl.engine.pass_counts import PassCounts
 from realrl.engine.pass_messages import OrderedMessages, PassMessages, PrefetchedMessages
-from realrl.engine.pass_schedule import Action, make_schedule, order_messages
+from realrl.engine.pass_schedule import Action, make_schedule
 from realrl.engine.pipeline import Pipeline
 from realrl.engine.reduced_metrics import reduce_metrics
 from realrl.engine.sharding import GatheredParameters, ShardedPasses
@@ -240,22 +240,23 @@ class Model:
         return -(-tokens // self.shard.tp) if self.sequence_parallel else tokens
 
     def plan_passes(
-        self, parts: Sequence[MicroBatch], count: int, *, first: int | None = None
+        self, parts: Sequence[MicroBatch], count: int, *, first: int | None = None, splits: bool = False
     ) -> tuple[Sequence[Action], PassMessages]:
         """Return the passes of this stage in order, and what carries the messages between them.
 
         `parts`: the micro-batches of this rank. `count`: number of micro-batches in the schedule; for those after
         `parts`, other stages exchange no messages. `first`: for training, the place of the first virtual stage with
-        something to train (`Shard.find_first_place`).
+        something to train (`Shard.find_first_place`). `splits`: whether backward passes leave out the gradients of
+        weights.
         """
         shard, train = self.shard, first is not None
         rows = [self.count_hidden_rows(micro_batch.own_tokens) for micro_batch in parts]
-        actions = make_schedule(shard.pp, count, shard.vpp, backward=train)[shard.pp_index]
-        if shard.vpp == 1:
+        schedule = make_schedule(shard.pp, count, shard.vpp, backward=train, splits=splits, first=first or 0)
+        actions = schedule.actions[shard.pp_index]
+        if shard.vpp == 1 and not splits:
             gradients = first is not None and shard.pp_index >= first
             return actions, PrefetchedMessages(self.pipeline, rows, gradients=gradients)
-        order = order_messages(shard.pp, count, shard.vpp, backward=train, first=first or 0)
-        return actions, OrderedMessages(self.pipeline, order, rows)
+        return actions, OrderedMessages(self.pipeline, schedule.messages, rows)
 
     def split_items(
         self, items: HostItems, max_tokens: int, candidates: Candidates | None

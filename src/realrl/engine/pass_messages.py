@@ -46,7 +46,7 @@ class PrefetchedMessages:
 
 
 class OrderedMessages:
-    """Messages of interleaved stages, which each stage posts in the one order of `order_messages`."""
+    """Messages that each stage posts in the one order of `Schedule.messages`."""
 
     def __init__(self, pipeline: Pipeline, order: Sequence[Message], rows: Sequence[int]) -> None:
         """`order`: all messages of the pipeline. `rows`: number of rows of hidden states of each micro-batch; there

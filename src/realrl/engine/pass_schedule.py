@@ -1,8 +1,9 @@
 """The order in which pipeline stages run their passes, and the order of the messages between these passes."""
 
+import heapq
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
@@ -10,20 +11,45 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Action:
-    """Forward (`F`) or backward (`B`) pass of one micro-batch through one virtual stage of a pipeline stage."""
+    """Pass of one micro-batch through one virtual stage of a pipeline stage: forward (`F`), backward (`B`), or the
+    gradients of the weights (`W`) if the backward pass leaves them out."""
 
     stage: int
-    kind: Literal["F", "B"]
+    kind: Literal["F", "B", "W"]
     micro_batch: int
     virtual: int = 0
 
 
-Schedule = Sequence[Sequence[Action]]
-"""The actions of each stage, in order."""
+@dataclass(frozen=True)
+class Message:
+    """Hidden states, or their gradient, that one action makes and another one needs."""
+
+    made_by: Action
+    needed_by: Action
 
 
-@lru_cache(maxsize=64)
-def make_schedule(stages: int, micro_batches: int, virtual: int = 1, *, backward: bool = True) -> Schedule:
+@dataclass(frozen=True)
+class Schedule:
+    """Passes through a pipeline, and the messages between them."""
+
+    actions: Sequence[Sequence[Action]]
+    """The actions of each stage, in order."""
+    messages: Sequence[Message]
+    """All messages, in one order in which every stage sends and receives its own. An action needs only messages
+    that come before the one it makes. So stages never wait for each other in a circle, even if every message
+    occupies both of its stages until it has arrived."""
+
+
+@lru_cache(maxsize=32)
+def make_schedule(
+    stages: int,
+    micro_batches: int,
+    virtual: int = 1,
+    *,
+    backward: bool = True,
+    splits: bool = False,
+    first: int = 0,
+) -> Schedule:
     """Make the schedule of `micro_batches` micro-batches through `stages` stages, each with `virtual` virtual
     stages. Without `backward`, there are only forward passes.
 
@@ -35,32 +61,43 @@ def make_schedule(stages: int, micro_batches: int, virtual: int = 1, *, backward
     on. While the pipeline fills and empties, stages then wait for passes through virtual stages, which are shorter.
     Megatron's groups have exactly `stages` micro-batches. Here, groups share the micro-batches evenly, so that any
     number of them makes a schedule.
+
+    `splits`: whether backward passes leave out the gradients of weights. No other stage waits for these, so a stage
+    computes them while it would wait itself (zero bubble, arXiv 2401.10241; without virtual stages, this is its
+    schedule ZB-H1). No stage then holds the activations of more passes than the first one does without splits.
+
+    `first`: place of the first virtual stage with something to train, in the order in which a micro-batch passes
+    virtual stages. Virtual stages up to it send no gradients back.
     """
-    if not backward:
-        forward = [_order(micro_batches, stages, range(virtual))] * stages
-        return tuple(tuple(Action(s, "F", i, k) for i, k in order) for s, order in enumerate(forward))
-    schedule = []
-    forwards, backwards = (
-        _order(micro_batches, stages, turns) for turns in (range(virtual), range(virtual)[::-1])
-    )
+    orders, most = [], 0
     for stage in range(stages):
-        after = stages - stage - 1
-        if virtual > 1:
-            after = 2 * after + (virtual - 1) * len(_group(micro_batches, stages)[0])
-        warmup = min(after, len(forwards))
-        there, back = deque(forwards), deque(backwards)
-        actions = [Action(stage, "F", *there.popleft()) for _ in range(warmup)]
-        while back:
-            if there:
-                actions.append(Action(stage, "F", *there.popleft()))
-            actions.append(Action(stage, "B", *back.popleft()))
-        schedule.append(tuple(actions))
-    return tuple(schedule)
+        passes, warmup = _order_passes(stages, stage, micro_batches, virtual, backward=backward)
+        orders.append(passes)
+        most = max(most, warmup + 1)
+    return _DryRun(orders, virtual, most if splits else None, first).run()
 
 
-def _order(micro_batches: int, stages: int, turns: Sequence[int]) -> list[tuple[int, int]]:
-    """List the passes of a stage: (micro-batch, virtual stage)."""
-    return [(i, turn) for group in _group(micro_batches, stages) for turn in turns for i in group]
+def _order_passes(
+    stages: int, stage: int, micro_batches: int, virtual: int, *, backward: bool
+) -> tuple[list[Action], int]:
+    """Order the forward and backward passes of a stage. Also returns the number of passes before it alternates."""
+    groups = _group(micro_batches, stages)
+
+    def order(kind: Literal["F", "B"], turns: Sequence[int]) -> deque[Action]:
+        return deque(Action(stage, kind, i, turn) for group in groups for turn in turns for i in group)
+
+    there, back = order("F", range(virtual)), order("B", range(virtual)[::-1])
+    if not backward:
+        return list(there), 0
+    warmup = stages - stage - 1
+    if virtual > 1:
+        warmup = 2 * warmup + (virtual - 1) * len(groups[0])
+    actions = [there.popleft() for _ in range(min(warmup, len(there)))]
+    while back:
+        if there:
+            actions.append(there.popleft())
+        actions.append(back.popleft())
+    return actions, warmup
 
 
 def _group(micro_batches: int, stages: int) -> list[range]:
@@ -71,70 +108,88 @@ def _group(micro_batches: int, stages: int) -> list[range]:
     return [range(a, b) for a, b in pairwise(ends)]
 
 
-@dataclass(frozen=True)
-class Message:
-    """Hidden states, or their gradient, that one action makes and another one needs."""
-
-    made_by: Action
-    needed_by: Action
-
-
-@lru_cache(maxsize=16)
-def order_messages(
-    stages: int, micro_batches: int, virtual: int, *, backward: bool = True, first: int = 0
-) -> tuple[Message, ...]:
-    """Put all messages of a schedule in one order, in which every stage sends and receives its own.
-
-    It is the order in which they are made if forward passes take one unit of time and backward passes two. An
-    action needs only messages that come before the one it makes. So stages never wait for each other in a circle,
-    even if every message occupies both of its stages until it has arrived.
-
-    `first`: place of the first virtual stage with something to train, in the order in which a micro-batch passes
-    virtual stages. Virtual stages up to it send no gradients back.
-    """
-    schedule = make_schedule(stages, micro_batches, virtual, backward=backward)
-    position = [0] * stages
-    free = [0] * stages
-    arrived: dict[Action, int] = {}
-    found: list[tuple[int, int, Message]] = []
-    waiting = {stage for stage in range(stages) if schedule[stage]}
-    ready = deque(sorted(waiting))
-    needs = {message.needed_by for message in _list_messages(schedule, virtual, first)}
-    while ready:
-        stage = ready.popleft()
-        while position[stage] < len(schedule[stage]):
-            action = schedule[stage][position[stage]]
-            if action in needs and action not in arrived:
-                break
-            start = max(free[stage], arrived.get(action, 0))
-            free[stage] = start + (1 if action.kind == "F" else 2)
-            position[stage] += 1
-            message = find_message(action, stages, virtual, first)
-            if message is not None:
-                arrived[message.needed_by] = free[stage]
-                found.append((free[stage], stage, message))
-                ready.append(message.needed_by.stage)
-    assert all(position[s] == len(schedule[s]) for s in range(stages)), "every stage waits for another one"
-    return tuple(message for *_, message in sorted(found, key=lambda one: one[:2]))
-
-
-def _list_messages(schedule: Schedule, virtual: int, first: int) -> Iterator[Message]:
-    for actions in schedule:
-        for action in actions:
-            message = find_message(action, len(schedule), virtual, first)
-            if message is not None:
-                yield message
-
-
-def find_message(action: Action, stages: int, virtual: int, first: int) -> Message | None:
-    """Find the message that an action makes, if it makes one. For `first`, see `order_messages`."""
+def find_message(action: Action, stages: int, virtual: int, first: int = 0) -> Message | None:
+    """Find the message that an action makes, if it makes one. For `first`, see `make_schedule`."""
     place = action.virtual * stages + action.stage
-    if action.kind == "F":
-        place += 1
-        made = place < stages * virtual
-    else:
-        made = place > first
-        place -= 1
+    match action.kind:
+        case "F":
+            place += 1
+            made = place < stages * virtual
+        case "B":
+            made = place > first
+            place -= 1
+        case "W":
+            made = False
     if not made:
         return None
     return Message(action, Action(place % stages, action.kind, action.micro_batch, place // stages))
+
+
+class _DryRun:
+    """Run of a schedule in which a forward pass takes one unit of time, a backward pass two, and gradients of
+    weights one of these two."""
+
+    def __init__(
+        self, orders: Sequence[Sequence[Action]], virtual: int, most: int | None, first: int
+    ) -> None:
+        """`orders`: forward and backward passes of each stage. `most`: number of passes whose activations a stage
+        may hold if backward passes leave out gradients of weights; None if they don't."""
+        self._virtual, self._most, self._first = virtual, most, first
+        self._left = [deque(actions) for actions in orders]
+        self._left_out: list[deque[Action]] = [deque() for _ in orders]
+        """Gradients of weights that each stage still has to compute."""
+        self._held = [0] * len(orders)
+        """Number of passes whose activations each stage holds."""
+        self._arrivals: dict[Action, int] = {}
+        """Times at which messages have arrived, by the action that needs them."""
+        self._needs = {
+            message.needed_by
+            for actions in orders
+            for action in actions
+            if (message := find_message(action, len(orders), virtual, first)) is not None
+        }
+
+    def run(self) -> Schedule:
+        stages = range(len(self._left))
+        actions: list[list[Action]] = [[] for _ in stages]
+        messages: list[tuple[int, int, Message]] = []
+        free = [0 for _ in stages]
+        due = [(0, stage) for stage in stages]  # times at which a stage may have something to do
+        while due:
+            time, stage = heapq.heappop(due)
+            action = self._choose(stage, time) if time >= free[stage] else None
+            if action is None:
+                continue
+            actions[stage].append(action)
+            free[stage] = time + (2 if action.kind == "B" and self._most is None else 1)
+            heapq.heappush(due, (free[stage], stage))
+            message = find_message(action, len(stages), self._virtual, self._first)
+            if message is not None:
+                self._arrivals[message.needed_by] = free[stage]
+                messages.append((free[stage], stage, message))
+                receiver = message.needed_by.stage
+                heapq.heappush(due, (max(free[stage], free[receiver]), receiver))
+        assert not any(self._left), "every stage waits for another one"
+        in_order = (message for *_, message in sorted(messages, key=lambda made: made[:2]))
+        return Schedule(tuple(map(tuple, actions)), tuple(in_order))
+
+    def _choose(self, stage: int, time: int) -> Action | None:
+        """Choose and count what a stage does at a time; None if it waits."""
+        left, left_out = self._left[stage], self._left_out[stage]
+        full = self._most is not None and self._held[stage] >= self._most
+        action = left[0] if left else None
+        if action is not None and action in self._needs and self._arrivals.get(action, time + 1) > time:
+            action = None
+        if left_out and (action is None or (full and action.kind == "F")):
+            self._held[stage] -= 1
+            return left_out.popleft()
+        if action is None:
+            return None
+        left.popleft()
+        if action.kind == "F":
+            self._held[stage] += 1
+        elif self._most is None:
+            self._held[stage] -= 1
+        else:
+            left_out.append(replace(action, kind="W"))
+        return action
