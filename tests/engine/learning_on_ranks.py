@@ -227,6 +227,7 @@ def learn(model: Model, everything: Batch) -> dict[str, torch.Tensor]:
             TrainOptions(
                 max_tokens=budget,
                 recompute=strategy.recompute,
+                zero_bubble=strategy.zero_bubble,
                 candidates=None if step == 0 or head == "scalar" else Candidates(CANDIDATES, "teacher_ids"),
             ),
             lr=OPTIMIZER.lr,

@@ -73,6 +73,7 @@ STRATEGIES: dict[int, list[dict[str, int]]] = {
         {"dp": 2, "pp": 2, "ep": 2},
         {"dp": 2, "pp": 2, "vpp": 2, "ep": 2},
         {"cp": 2, "pp": 2, "vpp": 2, "ep": 2, "recompute": 1},
+        {"dp": 2, "pp": 2, "ep": 2, "zero_bubble": 1},
         {"tp": 2, "cp": 2, "ep": 4, "sequence_parallel": 1, "zero": 2},
         {"dp": 2, "cp": 2, "ep": 4, "recompute": 1},
         {"tp": 4, "ep": 2},
@@ -93,7 +94,11 @@ def list_cases(world: int) -> list[Case]:
     names = [*MODELS]
     cases = []
     for turn, wanted in enumerate(STRATEGIES[world]):
-        flags = {name: bool(wanted[name]) for name in ("sequence_parallel", "recompute") if name in wanted}
+        flags = {
+            name: bool(wanted[name])
+            for name in ("sequence_parallel", "recompute", "zero_bubble")
+            if name in wanted
+        }
         numbers = {name: value for name, value in wanted.items() if name not in flags}
         strategy = Strategy(micro_batch_tokens=40, **flags, **numbers)
         cases.append((names[turn % len(names)], Placement(Mesh(0, world), strategy)))

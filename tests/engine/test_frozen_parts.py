@@ -85,12 +85,13 @@ STRATEGIES = {
         "1 1 1 c2 r",
         "1 1 2 v2",
         "1 1 2 v2r",
+        "1 1 2 v2w",
     ],
     3: ["1 3 1 s", "3 1 1 3"],
     4: ["2 2 1 3s", "2 1 2 2", "1 2 1 c2 3s"],
 }
 """(dp, tp, pp), with `c2` for context parallelism, `v2` for virtual stages, `s` for sequence parallelism, `r` for
-recomputation, and the stage of ZeRO."""
+recomputation, `w` for a zero bubble, and the stage of ZeRO."""
 
 
 def placements(world: int) -> list[Placement]:
@@ -102,6 +103,7 @@ def placements(world: int) -> list[Placement]:
         strategy = Strategy(
             dp=int(dp), cp=cp, tp=int(tp), pp=int(pp), vpp=vpp, micro_batch_tokens=40,
             sequence_parallel="s" in "".join(flags), recompute="r" in "".join(flags),
+            zero_bubble="w" in "".join(flags),
             zero=next((stage for stage in (2, 3) if str(stage) in "".join(flags)), 1),
         )  # fmt: skip
         found.append(Placement(Mesh(0, world), strategy))
@@ -212,7 +214,11 @@ def learn(case: str, placement: Placement, process: Process, groups: object) -> 
             local,
             SFTMethod(),
             [list(range(len(items)))],
-            TrainOptions(max_tokens=strategy.micro_batch_tokens, recompute=strategy.recompute),
+            TrainOptions(
+                max_tokens=strategy.micro_batch_tokens,
+                recompute=strategy.recompute,
+                zero_bubble=strategy.zero_bubble,
+            ),
             lr=OPTIMIZER.lr,
         ).result()
         norms.append(metrics["grad_norm"])

@@ -33,7 +33,8 @@ MODELS: dict[str, tuple[ModelShape, Head]] = {
 }  # fmt: skip
 
 # (dp, tp, pp), with `c` and the degree of context parallelism, `v` and the number of virtual stages, `s` for
-# sequence parallelism, `r` for recomputation, and the stage of ZeRO. Every degree alone, and mixtures of them.
+# sequence parallelism, `r` for recomputation, `w` for a zero bubble, and the stage of ZeRO. Every degree alone, and
+# mixtures of them.
 STRATEGIES = {
     2: [
         "2 1 1",
@@ -52,6 +53,8 @@ STRATEGIES = {
         "1 1 1 c2 3",
         "1 1 2 v2",
         "1 1 2 v2 r",
+        "1 1 2 w",
+        "1 1 2 v2 rw",
     ],
     3: ["3 1 1", "1 3 1 s", "1 3 1", "1 1 3", "3 1 1 3r", "1 1 1 c3 r"],
     4: [
@@ -77,6 +80,9 @@ STRATEGIES = {
         "1 1 2 c2 r",
         "1 1 1 c4 2",
         "2 1 2 v2",
+        "2 1 2 w",
+        "1 1 4 rw",
+        "2 1 2 v2 w",
         "1 2 2 v2 sr",
         "1 1 2 c2 v2",
     ],
@@ -96,6 +102,7 @@ STRATEGIES = {
         "1 1 1 c8",
         "2 2 2 v2 s",
         "1 2 2 c2 v2 r",
+        "1 2 2 c2 v2 sw",
     ],
 }
 
@@ -118,6 +125,7 @@ def placements(world: int) -> list[Placement]:
             micro_batch_tokens=40,
             sequence_parallel="s" in "".join(flags),
             recompute="r" in "".join(flags),
+            zero_bubble="w" in "".join(flags),
             zero=next((stage for stage in (2, 3) if str(stage) in "".join(flags)), 1),
         )
         found.append(Placement(Mesh(0, world), strategy))

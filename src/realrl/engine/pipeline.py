@@ -10,6 +10,7 @@ This would hold even if the host waited for the end of every operation.
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -96,12 +97,12 @@ class TaggedTransport:
         self._sends.wait()
 
     def post(
-        self, kind: Callable[..., object], tensor: Tensor, stage: int, *, backward: bool
+        self, kind: Callable[..., Any], tensor: Tensor, stage: int, *, backward: bool
     ) -> list[dist.Work]:
         """Post an operation, `dist.isend` or `dist.irecv`. `backward`: whether the message is a gradient."""
         tag = _BACKWARD if backward else _FORWARD
         work = kind(tensor, self._group.ranks[stage], group=self._handle(not backward), tag=tag)
-        assert isinstance(work, dist.Work), "a stage is part of its pipeline"
+        assert work is not None, "a stage is part of its pipeline"
         return [work]
 
     def _handle(self, forward: bool) -> dist.ProcessGroup | None:
@@ -169,12 +170,12 @@ class OrderedTransport:
             self._sends.add(works, [tensor for tensor, _ in sent])
 
     def post(
-        self, kind: Callable[..., object], tensor: Tensor, stage: int, *, backward: bool
+        self, kind: Callable[..., Any], tensor: Tensor, stage: int, *, backward: bool
     ) -> list[dist.Work]:
         """Post an operation, `dist.isend` or `dist.irecv`, by itself."""
         return self._post([self._operation(kind, tensor, stage)])
 
-    def _operation(self, kind: Callable[..., object], tensor: Tensor, stage: int) -> dist.P2POp:
+    def _operation(self, kind: Callable[..., Any], tensor: Tensor, stage: int) -> dist.P2POp:
         return dist.P2POp(kind, tensor, self._group.ranks[stage], group=self._group.handle)
 
     @staticmethod
@@ -287,7 +288,7 @@ class Pipeline:
             self._transport.send_back(tokens, stage, _TOKENS)
 
     def post(
-        self, kind: Callable[..., object], tensor: Tensor, stage: int, *, backward: bool
+        self, kind: Callable[..., Any], tensor: Tensor, stage: int, *, backward: bool
     ) -> list[dist.Work]:
         """Post a send (`dist.isend`) of hidden states to any stage, or a receive (`dist.irecv`) from it, now.
         `backward`: whether the message has their gradient. Both stages must post all such messages between them in

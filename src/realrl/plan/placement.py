@@ -89,6 +89,9 @@ class Strategy:
     recompute: bool
     """Whether training checkpoints activations: it keeps only the inputs of layers, and recomputes their other
     activations."""
+    zero_bubble: bool
+    """Whether training computes the gradients of weights apart from backward passes, while a pipeline stage would
+    wait for other stages (arXiv 2401.10241)."""
     zero: int
     """Stage of ZeRO. Ranks with the same parameters (dp and cp) shard the optimizer state (stage 1), gradients too
     (2), or parameters too (3)."""
@@ -103,6 +106,7 @@ class Strategy:
         sequence_parallel: bool = False,
         dtype: Dtype | None = None,
         recompute: bool = False,
+        zero_bubble: bool = False,
         zero: int = 1,
         **by_axis: int,
     ) -> None:
@@ -139,6 +143,11 @@ class Strategy:
                 f"strategy: vpp={vpp} and zero={zero} do not fit together: a stage would gather parameters and"
                 " reduce gradients again for each of its virtual stages; leave out vpp or zero"
             )
+        if zero_bubble and (degrees["pp"] == 1 or zero > 1):
+            raise UserError(
+                f"strategy: zero_bubble needs a pipeline and zero=1, not pp={degrees['pp']} and zero={zero}; leave"
+                " it out"
+            )
         for name, given in (
             ("degrees", degrees),
             ("ep", ep),
@@ -147,6 +156,7 @@ class Strategy:
             ("sequence_parallel", sequence_parallel),
             ("dtype", dtype),
             ("recompute", recompute),
+            ("zero_bubble", zero_bubble),
             ("zero", zero),
         ):
             object.__setattr__(self, name, given)
@@ -162,7 +172,9 @@ class Strategy:
         stages. In a pipeline, data-parallel ranks cannot decode in step, so if they divide experts, TP ranks cut
         experts like other matrices instead."""
         ep = 1 if self.decodes_together and self.pp > 1 else self.ep
-        return replace(self.with_degrees(dp=self.copies, cp=1, ep=ep, vpp=1), zero=1, recompute=False)
+        return replace(
+            self.with_degrees(dp=self.copies, cp=1, ep=ep, vpp=1), zero=1, recompute=False, zero_bubble=False
+        )
 
     def for_experts(self) -> "Strategy":
         """Make the strategy of the experts alone, which determines their layout.
@@ -248,6 +260,7 @@ class Strategy:
         given = {
             "sequence parallel": self.sequence_parallel,
             "recompute": self.recompute,
+            "zero bubble": self.zero_bubble,
             f"ZeRO-{self.zero}": self.zero > 1,
             str(self.dtype): self.dtype is not None,
         }
@@ -322,10 +335,10 @@ class Placement:
         return f"{s.all_degrees}{sharded} @{self.mesh}{f' {s.dtype}' if s.dtype else ''}"
 
     def __str__(self) -> str:
-        """Format the placement in one line: `d2 t1 p1 @0-1 mb=8192`, then ` sp`, ` rc` and ` z2` if these settings
-        are on."""
+        """Format the placement in one line: `d2 t1 p1 @0-1 mb=8192`, then ` sp`, ` rc`, ` zb` and ` z2` if these
+        settings are on."""
         s = self.strategy
-        on = {"sp": s.sequence_parallel, "rc": s.recompute, "z2": s.zero == 2}
+        on = {"sp": s.sequence_parallel, "rc": s.recompute, "zb": s.zero_bubble, "z2": s.zero == 2}
         flags = "".join(f" {name}" for name, value in on.items() if value)
         return f"{self.layout} mb={s.micro_batch_tokens}{flags}"
 
@@ -334,7 +347,7 @@ class Placement:
         """Read the text form. Raises UserError for anything else."""
         form = (
             degrees_pattern() + r"(?P<z3>z3 )?@(?P<mesh>\S+)(?: (?P<dtype>float32|mixed|bfloat16))?"
-            r" mb=(?P<tokens>\d+)(?P<sp> sp)?(?P<rc> rc)?(?P<z2> z2)?"
+            r" mb=(?P<tokens>\d+)(?P<sp> sp)?(?P<rc> rc)?(?P<zb> zb)?(?P<z2> z2)?"
         )
         match = re.fullmatch(form, text.strip())
         if match is None:
@@ -351,6 +364,7 @@ class Placement:
             sequence_parallel=bool(match["sp"]),
             dtype=DTYPES[match["dtype"]] if match["dtype"] else None,
             recompute=bool(match["rc"]),
+            zero_bubble=bool(match["zb"]),
             zero=3 if match["z3"] else 2 if match["z2"] else 1,
         )
         return cls(Mesh.parse(match["mesh"]), strategy)

@@ -39,6 +39,9 @@ class _Entry(Settings):
     recompute: bool = False
     """Whether training checkpoints activations: it keeps only the inputs of layers, and recomputes their other
     activations."""
+    zero_bubble: bool = False
+    """Whether training computes the gradients of weights apart from backward passes, while a pipeline stage would
+    wait for other stages."""
     zero: Literal[1, 2, 3] = 1
     """Stage of ZeRO. Ranks with the same parameters shard the optimizer state (stage 1), gradients too (2), or
     parameters too (3)."""
@@ -214,6 +217,8 @@ class Plan:
                 )
             if call.kind is not Kind.TRAIN and strategy.recompute:
                 raise UserError(f"plan: {call.name}: recompute is for calls that train")
+            if call.kind is not Kind.TRAIN and strategy.zero_bubble:
+                raise UserError(f"plan: {call.name}: zero_bubble is for calls that train")
             if call.kind is not Kind.TRAIN and strategy.zero == 2:
                 raise UserError(
                     f"plan: {call.name}: zero=2 shards gradients, which only calls that train have; leave it out,"
@@ -285,7 +290,9 @@ class Plan:
             if call.kind is Kind.GENERATE:
                 strategy = strategy.for_generation()
             else:
-                strategy = replace(strategy, recompute=False, zero=3 if strategy.shards_parameters else 1)
+                strategy = replace(
+                    strategy, recompute=False, zero_bubble=False, zero=3 if strategy.shards_parameters else 1
+                )
             placements[call.name] = replace(place, strategy=strategy)
         offloads = (
             tuple(role for role in chosen if role in eval_graph.roles)
@@ -360,6 +367,7 @@ def _write_entry(placement: Placement, *, is_function: bool) -> dict[str, Any]:
         **({"sequence_parallel": True} if strategy.sequence_parallel else {}),
         **({"dtype": strategy.dtype} if strategy.dtype else {}),
         **({"recompute": True} if strategy.recompute else {}),
+        **({"zero_bubble": True} if strategy.zero_bubble else {}),
         **({"zero": strategy.zero} if strategy.zero > 1 else {}),
     }
 
@@ -371,6 +379,7 @@ def _placement(entry: _Entry, micro_batch_tokens: int = 8192) -> Placement:
         sequence_parallel=entry.sequence_parallel,
         dtype=entry.dtype,
         recompute=entry.recompute,
+        zero_bubble=entry.zero_bubble,
         zero=entry.zero,
     )
     return Placement(Mesh.parse(entry.mesh), strategy)

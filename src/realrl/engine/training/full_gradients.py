@@ -20,6 +20,7 @@ from realrl.engine.training.gradients import (
     require_gradients,
 )
 from realrl.engine.training.optimizer import ShardedAdamW
+from realrl.model.arithmetic.ops import LeftOut
 from realrl.recipe.optimizer import OptimizerConfig
 
 
@@ -86,9 +87,12 @@ class OverlappedGradReduce:
         self._counts, self._missing, self._waiting = False, None, []
 
     def _count_gradient(self, touched: range) -> None:
-        """In a last backward pass, count a parameter's gradient as complete in these buckets."""
-        if not self._counts or self._missing is None:
-            return
+        """In a last backward pass, count a parameter's gradient as complete in these buckets, as soon as it is."""
+        if self._counts:
+            LeftOut.compute_or_add(lambda: self._count_complete(touched))
+
+    def _count_complete(self, touched: range) -> None:
+        assert self._missing is not None, "the last backward passes have begun"
         for bucket in touched:
             self._missing[bucket] -= 1
         for waiting in self._waiting:

@@ -1,6 +1,7 @@
 """Training: gradients over micro-batches, stages and ranks, and one optimizer step per mini-batch."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -24,6 +25,7 @@ from realrl.engine.training.full_gradients import FullGradients
 from realrl.engine.training.gradients import Accumulation
 from realrl.engine.training.sharded_gradients import ShardedGradients
 from realrl.engine.training.skipped_steps import SkippedSteps, find_first_not_finite
+from realrl.model.arithmetic.ops import LeftOut
 from realrl.recipe.optimizer import OptimizerConfig
 
 LOSS = "loss"
@@ -38,6 +40,8 @@ class TrainOptions:
     """Maximum tokens of a micro-batch."""
     recompute: bool = False
     """Whether only the inputs of layers are kept for the backward pass, which then recomputes the layers."""
+    zero_bubble: bool = False
+    """Whether backward passes leave the gradients of weights for the time in which a pipeline stage would wait."""
     candidates: Candidates | None = None
     """Candidate tokens of the call."""
     call: str = "train"
@@ -364,7 +368,9 @@ class Trainer:
         last = last and not (aligned and model.shard.vpp > 1)
         own = len(parts) + (last and self._lacks_last_pass(found, parts))
         count = model.agree_on_passes(own) if aligned else own
-        actions, messages = model.plan_passes(parts, count, first=self._first_trained)
+        splits = options.zero_bubble
+        actions, messages = model.plan_passes(parts, count, first=self._first_trained, splits=splits)
+        left_out: dict[tuple[int, int], LeftOut] = {}
         for action in actions:
             virtual, key = action.virtual, (action.micro_batch, action.virtual)
             if action.micro_batch >= own and not joint:
@@ -386,15 +392,20 @@ class Trainer:
                 if self._has_backward(virtual):
                     passes[key] = done
                 del done  # without a backward pass, this frees the activations before the next forward pass
-            elif self._has_backward(virtual):
+            elif not self._has_backward(virtual):
+                continue
+            elif action.kind == "W":
+                left_out.pop(key).compute()
+            else:
                 # Of the backward passes of each virtual stage, the last micro-batch has the last.
                 accumulation.start_backward(last=last and action.micro_batch == count - 1)
-                if action.micro_batch >= len(parts):
-                    messages.flush()
-                    result = passes.pop(key).result
-                    result.backward(torch.zeros_like(result))
-                else:
-                    self._backward(passes.pop(key), action, messages)
+                with left_out.setdefault(key, LeftOut()).collect() if splits else nullcontext():
+                    if action.micro_batch >= len(parts):
+                        messages.flush()
+                        result = passes.pop(key).result
+                        result.backward(torch.zeros_like(result))
+                    else:
+                        self._backward(passes.pop(key), action, messages)
                 accumulation.finish_backward()
             options.after_pass()
         messages.finish()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from realrl.model.arithmetic.autograd import apply_function
-from realrl.model.arithmetic.ops import Products, find_gradient
+from realrl.model.arithmetic.ops import LeftOut, Products, find_gradient
 from realrl.model.gpu.path import has_grouped_products, load_kernels, on_gpu
 
 _ALIGNMENT = 16
@@ -141,11 +141,14 @@ class _GroupedLinear(Function):
         need_x, need_stack, *_ = ctx.needs_input_grad
         grad, weights = grad.contiguous(), split_stack(stack, groups)
         if need_stack:
-            # Rows are gathered again rather than saved, because they take k times the memory of the tokens.
-            rows = groups.gather(x) if ctx.of_tokens else x
-            into = split_stack(find_gradient(stack), groups)
-            _add_gradients(ctx.products, grad, rows, weights, groups, into)
-            del rows
+            products, of_tokens, into = ctx.products, ctx.of_tokens, split_stack(find_gradient(stack), groups)
+
+            def add() -> None:
+                # Rows are gathered again rather than saved, because they take k times the memory of the tokens.
+                rows = groups.gather(x) if of_tokens else x
+                _add_gradients(products, grad, rows, weights, groups, into)
+
+            LeftOut.compute_or_add(add)
         if not need_x:
             return None, None, None, None, None
         grad_x = _multiply(ctx.products, grad, weights.transpose(1, 2), groups, forward=False)

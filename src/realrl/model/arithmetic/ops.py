@@ -146,6 +146,42 @@ def find_gradient(weight: Tensor) -> Tensor:
     return weight.grad
 
 
+class LeftOut:
+    """Gradients of weights that backward passes leave out, to be computed later. Zero-bubble pipelines do so (arXiv
+    2401.10241). Each gradient keeps the input and the gradient of the output of its matrix."""
+
+    _active: "LeftOut | None" = None
+    """Where backward passes leave gradients of weights now; None if they compute them. Autograd's own threads must
+    see it, so it does not belong to a thread."""
+
+    def __init__(self) -> None:
+        self._work: list[Callable[[], None]] = []
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Let backward passes inside this context leave out the gradients of weights."""
+        LeftOut._active = self
+        try:
+            yield
+        finally:
+            LeftOut._active = None
+
+    @torch.no_grad()
+    def compute(self) -> None:
+        """Compute all these gradients."""
+        self._work.reverse()
+        while self._work:
+            self._work.pop()()
+
+    @classmethod
+    def compute_or_add(cls, work: Callable[[], None]) -> None:
+        """Compute a gradient of a weight, or what follows it, now or later. The order stays the same."""
+        if cls._active is None:
+            work()
+        else:
+            cls._active._work.append(work)
+
+
 class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, products: Products) -> Tensor:
@@ -161,7 +197,8 @@ class _Linear(Function):
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
         if need_weight:
-            ctx.products.add_weight_gradient(grad, x, find_gradient(weight))
+            add, into = ctx.products.add_weight_gradient, find_gradient(weight)
+            LeftOut.compute_or_add(lambda: add(grad, x, into))
         grad_x = ctx.products.matmul_nt(grad, weight.T.to(grad.dtype)) if need_x else None
         return grad_x, None, grad.sum(0, dtype=torch.float32) if need_bias else None, None
 

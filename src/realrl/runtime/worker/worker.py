@@ -685,6 +685,7 @@ class Worker:
         options = TrainOptions(
             max_tokens=run.placement.strategy.micro_batch_tokens,
             recompute=run.placement.strategy.recompute,
+            zero_bubble=run.placement.strategy.zero_bubble,
             after_pass=now.after_pass,
             before_update=self._roles.before_change,
             call=call.name,
