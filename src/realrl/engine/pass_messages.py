@@ -66,6 +66,8 @@ class OrderedMessages:
         }
         self._arriving: dict[Action, tuple[list[dist.Work], Tensor]] = {}
         self._leaving: deque[tuple[list[dist.Work], Tensor]] = deque()
+        if pipeline.receives_early:
+            self._post_receives()
 
     def receive(self, action: Action) -> Tensor | None:
         """See `PrefetchedMessages.receive`."""
@@ -82,11 +84,14 @@ class OrderedMessages:
     def send(self, action: Action, made: Tensor) -> None:
         """See `PrefetchedMessages.send`."""
         message, tensor = self._made[action], made.detach().contiguous()
-        self._post_receives(message)
+        self._post_receives()
+        assert self._unposted.popleft() is message, "a message is sent as soon as it is made"
         works = self._pipeline.post(dist.isend, tensor, message.needed_by.stage, backward=action.kind == "B")
         self._leaving.append((works, tensor))
         while self._leaving and all(work.is_completed() for work in self._leaving[0][0]):
             self._leaving.popleft()
+        if self._pipeline.receives_early:
+            self._post_receives()
 
     def flush(self) -> None:
         """Do nothing, because no message is held back."""
@@ -99,18 +104,17 @@ class OrderedMessages:
             for work in works:
                 work.wait()
 
-    def _post_receives(self, last: Message) -> None:
-        """Post this stage's receives up to the message `last`, which this stage receives, or sends afterwards."""
-        pipeline, posted = self._pipeline, None
-        while posted is not last:
-            posted = self._unposted.popleft()
-            maker = posted.made_by
-            if maker.stage != pipeline.group.index:
-                buffer = pipeline.make_hidden(self._rows[maker.micro_batch])
-                works = pipeline.post(dist.irecv, buffer, maker.stage, backward=maker.kind == "B")
-                self._arriving[posted.needed_by] = works, buffer
-            else:
-                assert posted is last, "a message is posted as soon as it is made"
+    def _post_receives(self, last: Message | None = None) -> None:
+        """Post this stage's next receives: up to the message `last`, or all before its next send."""
+        pipeline = self._pipeline
+        while self._unposted and self._unposted[0].made_by.stage != pipeline.group.index:
+            message = self._unposted.popleft()
+            maker = message.made_by
+            buffer = pipeline.make_hidden(self._rows[maker.micro_batch])
+            works = pipeline.post(dist.irecv, buffer, maker.stage, backward=maker.kind == "B")
+            self._arriving[message.needed_by] = works, buffer
+            if message is last:
+                return
 
 
 PassMessages = PrefetchedMessages | OrderedMessages

@@ -287,6 +287,11 @@ class Pipeline:
         for stage in range(1 if around else self.group.size - 1):
             self._transport.send_back(tokens, stage, _TOKENS)
 
+    @property
+    def receives_early(self) -> bool:
+        """Whether receives are posted before they are needed, as gloo does."""
+        return isinstance(self._transport, TaggedTransport)
+
     def post(
         self, kind: Callable[..., Any], tensor: Tensor, stage: int, *, backward: bool
     ) -> list[dist.Work]:

@@ -73,15 +73,15 @@ CASES = {
         ),
         {"keep": ["actor"], "offload_optimizer": ["actor"]},
     ),
-    "2 virtual stages": Case(
+    "2 virtual stages and zero bubbles": Case(
         "1x2",
         (
             "d2 t1 p1 @0-1",
             "d1 t1 p2 v2 @0-1",
             "d1 t1 p2 @0-1",
             "d1 t1 p2 v2 @0-1",
-            "d1 t1 p2 v2 @0-1",
-            "d1 t1 p2 v2 @0-1 rc",
+            "d1 t1 p2 v2 @0-1 zb",
+            "d1 t1 p2 @0-1 rc zb",
         ),
         {"keep": ["actor"], "offload": ["ref"], "offload_optimizer": ["critic"]},
     ),
@@ -204,6 +204,7 @@ def recipe(world: World, directory: Path, name: str, case: Case) -> Path:
                 "mesh": str(place.mesh),
                 **strategy.all_degrees.named(),
                 "recompute": strategy.recompute,
+                "zero_bubble": strategy.zero_bubble,
                 "zero": strategy.zero,
             }
         document["calls"] = calls
