@@ -17,6 +17,7 @@ from realrl.layout.ranges import (
     padded_vocabulary,
     query_heads,
     stage_layers,
+    virtual_stage_layers,
     vocabulary,
 )
 from realrl.plan.axes import COPIES, axes_dividing
@@ -49,6 +50,21 @@ def test_pipeline_stages_cover_all_layers_in_order(layers: int, pp: int) -> None
     stages = stage_layers(layers, pp)
     assert [layer for stage in stages for layer in stage] == list(range(layers))
     assert max(map(len, stages)) - min(map(len, stages)) <= 1
+
+
+@given(st.integers(1, 40), st.integers(2, 8), st.integers(1, 6))
+def test_virtual_stages_are_runs_of_layers_that_take_turns(layers: int, pp: int, vpp: int) -> None:
+    if pp * vpp > layers:
+        with pytest.raises(UserError, match="pipeline stages"):
+            virtual_stage_layers(layers, pp, vpp)
+        return
+    stages = virtual_stage_layers(layers, pp, vpp)
+    in_turns = [run for turn in zip(*stages, strict=True) for run in turn]
+    assert [layer for run in in_turns for layer in run] == list(range(layers))
+    sizes = [len(run) for run in in_turns]
+    assert max(sizes) - min(sizes) <= 1
+    whole = [sum(map(len, runs)) for runs in stages]
+    assert max(whole) - min(whole) <= 1
 
 
 @pytest.mark.parametrize(

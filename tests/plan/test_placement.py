@@ -106,6 +106,9 @@ def test_layout_text_round_trip() -> None:
     for dtype, again in product((None, "bfloat16", "float32"), (False, True)):
         typed = replace(placement, strategy=replace(placement.strategy, dtype=dtype, recompute=again))
         assert Placement.parse(str(typed)) == typed
+    turns = Placement(Mesh(0, 4), Strategy(dp=2, pp=2, vpp=3, micro_batch_tokens=7, zero_bubble=True))
+    assert str(turns) == "d2 t1 p2 v3 @0-3 mb=7 zb"
+    assert Placement.parse(str(turns)) == turns
 
 
 def test_unusual_settings_of_a_strategy_are_named() -> None:
@@ -113,3 +116,10 @@ def test_unusual_settings_of_a_strategy_are_named() -> None:
     every = Strategy(dp=2, tp=2, sequence_parallel=True, recompute=True, zero=3, dtype="bfloat16")
     assert every.settings == ("sequence parallel", "recompute", "ZeRO-3", "bfloat16")
     assert Strategy(dp=2, zero=2).settings == ("ZeRO-2",)
+    assert Strategy(pp=2, zero_bubble=True).settings == ("zero bubble",)
+
+
+def test_calls_that_generate_have_no_virtual_stages() -> None:
+    training = Strategy(dp=2, pp=2, vpp=2, zero_bubble=True)
+    assert not training.can_generate()
+    assert training.for_generation() == Strategy(dp=2, pp=2)

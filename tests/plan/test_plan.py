@@ -39,7 +39,7 @@ def test_plan_file_round_trip(tmp_path: Path) -> None:
         Cluster(2, 2),
         {
             "actor.generate": Placement(Mesh(0, 4), Strategy(dp=2, tp=2, micro_batch_tokens=100)),
-            "actor.train": Placement(Mesh(3, 1), Strategy(recompute=True)),
+            "actor.train": Placement(Mesh(2, 2), Strategy(recompute=True, pp=2, vpp=3, zero_bubble=True)),
         },
         offload=("actor",),
         offload_optimizer=("actor",),
@@ -64,6 +64,18 @@ def test_a_plan_file_may_leave_out_defaults(tmp_path: Path) -> None:
             "a.train: mash: unknown key; did you mean mesh?",
         ),
         ("cluster: 1x2\ncalls:\n  a.train: {mesh: 0-1, dp: 1}", "a.train: dp=1 tp=1 pp=1 needs 1 devices"),
+        (
+            "cluster: 1x2\ncalls:\n  a.train: {mesh: 0-1, dp: 2, vpp: 2}",
+            "a.train: strategy: vpp=2 divides the layers of a pipeline stage, but pp=1 has no pipeline",
+        ),
+        (
+            "cluster: 1x4\ncalls:\n  a.train: {mesh: 0-3, dp: 2, pp: 2, vpp: 2, zero: 3}",
+            "a.train: strategy: vpp=2 and zero=3 do not fit together",
+        ),
+        (
+            "cluster: 1x2\ncalls:\n  a.train: {mesh: 0-1, dp: 2, zero_bubble: true}",
+            "a.train: strategy: zero_bubble needs a pipeline and zero=1, not pp=1 and zero=1",
+        ),
         ("cluster: 1x2\ncalls:\n  a.train: {mesh: x, dp: 1}", "a.train: mesh 'x' is not understood"),
         ("cluster: 1x2\ncalls:\n  a.train: 3", "a.train: 3 is not a section of keys"),
         ("cluster: two\ncalls: {}", "cluster='two' is not understood"),
@@ -102,6 +114,14 @@ def test_a_missing_plan_file_is_named() -> None:
         (
             plan_of(reward__inference=place("0-3", 1, 1, 4)),
             "reward.inference: pp=4 is more pipeline stages than the model has layers (2)",
+        ),
+        (
+            plan_of(reward__inference=Placement(Mesh(0, 4), Strategy(dp=2, pp=2, vpp=2))),
+            "reward.inference: pp=2 with vpp=2 is more virtual pipeline stages than the model has layers (2)",
+        ),
+        (
+            plan_of(actor__generate=Placement(Mesh(0, 2), Strategy(pp=2, vpp=1, zero_bubble=True))),
+            "actor.generate: zero_bubble is for calls that train",
         ),
         (
             plan_of(actor__generate=place("0-3", 2, 2, sp=True), actor__train=place("0-3", 2, 2)),
