@@ -69,7 +69,11 @@ def run_call(kind: Kind, model: Model) -> None:
             local,
             SFTMethod(),
             [[items.index(i) for i in part] for part in mine],
-            TrainOptions(max_tokens=strategy.micro_batch_tokens, recompute=strategy.recompute),
+            TrainOptions(
+                max_tokens=strategy.micro_batch_tokens,
+                recompute=strategy.recompute,
+                zero_bubble=strategy.zero_bubble,
+            ),
             lr=0.01,
         )
     elif kind is Kind.INFERENCE:

@@ -18,10 +18,25 @@ STRATEGIES = [
     Strategy(dp=2, pp=4, micro_batch_tokens=20),
     Strategy(dp=2, tp=2, pp=2, micro_batch_tokens=20),
 ]
+INTERLEAVED = [
+    Strategy(pp=2, vpp=4, micro_batch_tokens=20),
+    Strategy(pp=3, vpp=2, micro_batch_tokens=30),
+    Strategy(dp=2, tp=2, pp=2, vpp=2, micro_batch_tokens=20, sequence_parallel=True),
+]
+ZERO_BUBBLE = [
+    Strategy(pp=4, micro_batch_tokens=12, zero_bubble=True),
+    Strategy(dp=2, pp=4, vpp=2, micro_batch_tokens=20, zero_bubble=True),
+]
 
 
 @pytest.mark.parametrize(
-    ("kind", "strategy"), [*product((Kind.TRAIN, Kind.INFERENCE, Kind.GENERATE), STRATEGIES)], ids=str
+    ("kind", "strategy"),
+    [
+        *product((Kind.TRAIN, Kind.INFERENCE, Kind.GENERATE), STRATEGIES),
+        *product((Kind.TRAIN, Kind.INFERENCE), INTERLEAVED),
+        *product((Kind.TRAIN,), ZERO_BUBBLE),
+    ],
+    ids=str,
 )
 def test_calls_end_even_if_every_operation_makes_the_host_wait(kind: Kind, strategy: Strategy) -> None:
     check({rank: record_call(kind, strategy, rank) for rank in range(strategy.size)})

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realrl.engine.pass_schedule import Action, Message
-from realrl.engine.pipeline import Pipeline, prefetch_receives
+from realrl.engine.pipeline import Pipeline, Sends, prefetch_receives
 
 
 class PrefetchedMessages:
@@ -65,7 +65,7 @@ class OrderedMessages:
             message.made_by: message for message in self._unposted if message.made_by.stage == own
         }
         self._arriving: dict[Action, tuple[list[dist.Work], Tensor]] = {}
-        self._leaving: deque[tuple[list[dist.Work], Tensor]] = deque()
+        self._sends = Sends(pipeline.group.size)
         if pipeline.receives_early:
             self._post_receives()
 
@@ -87,9 +87,7 @@ class OrderedMessages:
         self._post_receives()
         assert self._unposted.popleft() is message, "a message is sent as soon as it is made"
         works = self._pipeline.post(dist.isend, tensor, message.needed_by.stage, backward=action.kind == "B")
-        self._leaving.append((works, tensor))
-        while self._leaving and all(work.is_completed() for work in self._leaving[0][0]):
-            self._leaving.popleft()
+        self._sends.add(works, [tensor])
         if self._pipeline.receives_early:
             self._post_receives()
 
@@ -99,10 +97,7 @@ class OrderedMessages:
     def finish(self) -> None:
         """See `PrefetchedMessages.finish`."""
         assert not self._unposted, "every message is needed by an action that has run"
-        while self._leaving:
-            works, _ = self._leaving.popleft()
-            for work in works:
-                work.wait()
+        self._sends.wait()
 
     def _post_receives(self, last: Message | None = None) -> None:
         """Post this stage's next receives: up to the message `last`, or all before its next send."""
