@@ -78,6 +78,11 @@ class Names:
     experts_down: str | None = None
     """Tensor that holds the last matrices of all experts, [experts, inputs, outputs]; None if each expert has its
     own tensor."""
+    experts: str = "mlp.experts"
+    """Module of transformers that stacks the matrices of all experts in `gate_up_proj` and `down_proj`."""
+    experts_misread: bool = False
+    """Whether PEFT takes the outputs of stacked matrices for inputs, because transformers stacks them transposed
+    but its module does not say so (`is_transposed`)."""
     mlp_post_norm: str = "post_feedforward_layernorm"
     norm: str = "model.norm"
     head: str = "lm_head"
@@ -331,22 +336,28 @@ class _Table:
         self, spec: TensorSpec, root: str, stack: str | None, number: int, *, parts: int
     ) -> TensorSpec:
         """Describe where files hold an expert's matrix or bias `spec`, if they stack those of all experts in
-        `stack`. Each stacked matrix consists of `parts` parts with the size of `spec`; `spec` is part `number`."""
-        if stack is None or self.shape.mixture is None:
-            return spec
+        `stack`, and where transformers holds a matrix. Each stacked matrix consists of `parts` parts with the size
+        of `spec`; `spec` is part `number`."""
+        assert self.shape.mixture is not None, "only mixtures have experts"
+        names, experts = self.names, self.shape.mixture.experts
         each, bias = spec.shape[0], len(spec.shape) == 1
-        alternate = self.names.experts_alternate and parts > 1
+        alternate = names.experts_alternate and parts > 1
         rows = StoredRows(
-            name=f"{root}.{stack}",
+            name=f"{root}.{names.experts}.{'gate_up_proj' if parts > 1 else 'down_proj'}",
             rows=parts * each,
             start=0 if alternate else number * each,
             block=each,
             period=each,
             order=range(number, parts * each, parts) if alternate else None,
         )
+        if not bias:
+            where = rows.describe(spec, transposed=names.experts_misread, stack=experts)
+            spec = replace(spec, stacked=where.stored)
+        if stack is None:
+            return spec
         # Files stack the matrices transposed, so that `rows` are columns of each matrix in the stack.
-        ending = "_bias" if bias else ""
-        return rows.describe(spec, ending, transposed=not bias, stack=self.shape.mixture.experts)
+        rows = replace(rows, name=f"{root}.{stack}")
+        return rows.describe(spec, "_bias" if bias else "", transposed=not bias, stack=experts)
 
     def _columns(
         self, parts: "Iterable[_Part]", parameter: Parameter, layer: int, *, bias: bool = False
