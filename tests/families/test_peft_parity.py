@@ -1,5 +1,6 @@
 """Low-rank adapters compute, and learn, what those of PEFT do."""
 
+import re
 from collections.abc import Iterable
 
 import pytest
@@ -33,6 +34,24 @@ CASES = {
     "interleaved": ("glm4", LowRank(rank=4, dora=True)),
     "dense layers of a mixture": ("qwen3_moe-dense", LowRank(rank=4, targets=("k_proj", "v_proj"))),
     "shared experts": ("glm4_moe", LowRank(rank=4, targets=("q_proj", "o_proj"))),
+    "experts": (
+        "qwen3_moe",
+        LowRank(rank=3, targets=("v_proj", "experts.gate_up_proj", "experts.down_proj")),
+    ),
+    "experts alone, rank-stabilised": (
+        "mixtral",
+        LowRank(rank=2, targets=("experts.gate_up_proj", "experts.down_proj"), rslora=True),
+    ),
+    "one matrix of experts": ("glm4_moe", LowRank(rank=4, targets=("k_proj", "experts.down_proj"))),
+    "the other matrix of experts": (
+        "qwen3_moe-dense",
+        LowRank(rank=4, targets=("q_proj", "experts.gate_up_proj")),
+    ),
+    "transposed experts with biases": ("gpt_oss", LowRank(rank=3, targets=("all-linear",))),
+    "experts with outputs for inputs": (
+        "llama4",
+        LowRank(rank=3, targets=("o_proj", "experts.gate_up_proj", "experts.down_proj")),
+    ),
 }
 
 
@@ -53,11 +72,13 @@ def make_pair(name: str, lora: LowRank) -> tuple[Transformer, tuple[TensorSpec, 
 
 
 def make_settings(tensors: Iterable[TensorSpec], lora: LowRank) -> LoraConfig:
-    targets = {t.file_name.split(".lora_A")[0].rpartition(".")[2] for t in tensors if ".lora_A" in t.name}
+    names = {t.file_name.split(".lora_A")[0].rpartition(".")[2] for t in tensors if t.name.endswith("lora_A.weight") and t.expert is None}
+    stacks = {t.name.split(".lora_A")[0].rpartition(".")[2] for t in tensors if t.name.endswith("lora_A.weight") and t.expert is not None}
     return LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
-        target_modules=sorted(targets),
+        target_modules=sorted(names),
+        target_parameters=[f"experts.{name}" for name in sorted(stacks)],
         use_rslora=lora.rslora,
         use_dora=lora.dora,
         task_type="CAUSAL_LM",
@@ -68,7 +89,9 @@ def name_as_in_files(theirs: PeftModel) -> dict[str, Tensor]:
     """Parameters by the names that files have for them, but for those of `RENAMED`."""
     found = {}
     for name, values in (*theirs.named_parameters(remove_duplicate=False), *theirs.named_buffers()):
-        name = name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".default", "")
+        # The adapters of experts may be in a module named `base_layer`.
+        name = re.sub(r"\.base_layer(?!\.lora_)", "", name.removeprefix("base_model.model."))
+        name = name.replace(".default", "")
         name = name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
         found[name] = values
     return found

@@ -34,11 +34,11 @@ class Matrices:
         products: Products,
         adapters: Mapping[int, Adapter],
         quantised: Mapping[int, QuantisedMatrix],
-        stack_adapters: Mapping[int, StackAdapter],
+        stack_adapters: Mapping[int, StackAdapter] | None = None,
     ) -> None:
         self.multiply = adapt(multiply_widened(partial(linear, products=products), quantised), adapters)
         """Compute x @ weight.T + bias."""
-        self._products, self._quantised, self._stack_adapters = products, quantised, stack_adapters
+        self._products, self._quantised, self._stack_adapters = products, quantised, stack_adapters or {}
 
     def multiply_groups(self, x: Tensor, stack: Tensor, groups: Groups, *, of_tokens: bool = False) -> Tensor:
         """Multiply each row by the matrix of its group, with its adapter if it has one; see `grouped_linear`."""
