@@ -10,6 +10,7 @@ from torch import Tensor
 
 from realrl.config.errors import UserError
 from realrl.engine.buffers import FlatBuffer
+from realrl.engine.model import make_unsharded_model
 from realrl.families.adapters import ADAPTERS, LowRank
 from realrl.families.registry import model_tensors
 from realrl.families.tensors import TensorSpec
@@ -18,6 +19,7 @@ from realrl.layout.shard import Shard
 from realrl.model.group import make_single_rank_group
 from realrl.model.packing import Packing
 from realrl.model.transformer import Transformer
+from tests.families.test_greedy_sampling import sample, sample_theirs
 from tests.model.small_models import SHAPES, find_theirs, make_theirs, pack, random_rows, read_whole
 
 CASES = {
@@ -55,8 +57,8 @@ CASES = {
 }
 
 
-def make_pair(name: str, lora: LowRank) -> tuple[Transformer, tuple[TensorSpec, ...], PeftModel]:
-    """Our model with adapters and that of PEFT, with the same random weights."""
+def make_pair(name: str, lora: LowRank) -> tuple[FlatBuffer, tuple[TensorSpec, ...], PeftModel]:
+    """The weights of our model with adapters, and the model of PEFT with the same random weights."""
     torch.manual_seed(0)
     shape = SHAPES[name].model_copy(update={"lora": lora})
     tensors = model_tensors(shape, "lm")
@@ -68,17 +70,16 @@ def make_pair(name: str, lora: LowRank) -> tuple[Transformer, tuple[TensorSpec, 
             buffer[tensor.name].normal_(std=0.2)
         for key, values in join_tensors(tensors, buffer).items():
             find_theirs(state, key).copy_(values)
-    return Transformer(Shard(shape, "lm"), buffer.fused, make_single_rank_group()), tensors, theirs.eval()
+    return buffer, tensors, theirs.eval()
 
 
 def make_settings(tensors: Iterable[TensorSpec], lora: LowRank) -> LoraConfig:
-    names = {t.file_name.split(".lora_A")[0].rpartition(".")[2] for t in tensors if t.name.endswith("lora_A.weight") and t.expert is None}
-    stacks = {t.name.split(".lora_A")[0].rpartition(".")[2] for t in tensors if t.name.endswith("lora_A.weight") and t.expert is not None}
+    adapted = [(t, t.name.split(".")[-3]) for t in tensors if t.name.endswith("lora_A.weight")]
     return LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
-        target_modules=sorted(names),
-        target_parameters=[f"experts.{name}" for name in sorted(stacks)],
+        target_modules=sorted({name for t, name in adapted if t.expert is None}),
+        target_parameters=sorted({f"experts.{name}" for t, name in adapted if t.expert is not None}),
         use_rslora=lora.rslora,
         use_dora=lora.dora,
         task_type="CAUSAL_LM",
@@ -103,7 +104,10 @@ def score(theirs: PeftModel, row: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_gradients_are_those_of_peft(case: str) -> None:
-    ours, tensors, theirs = make_pair(*CASES[case])
+    name, lora = CASES[case]
+    buffer, tensors, theirs = make_pair(name, lora)
+    shard = Shard(SHAPES[name].model_copy(update={"lora": lora}), "lm")
+    ours = Transformer(shard, buffer.fused, make_single_rank_group())
     rows = random_rows(50, [5, 30, 12, 1])
     tokens, lengths = pack(rows)
     packing = Packing.of(lengths, "cpu")
@@ -127,6 +131,21 @@ def test_logits_and_gradients_are_those_of_peft(case: str) -> None:
         torch.testing.assert_close(parameter.grad, wanted, atol=1e-4 * scale, rtol=1e-4, msg=name)
         compared += 1
     assert compared >= 2
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "experts" in case])
+def test_greedy_answers_are_those_of_peft(case: str) -> None:
+    name, lora = CASES[case]
+    buffer, tensors, theirs = make_pair(name, lora)
+    shape = SHAPES[name].model_copy(update={"lora": lora})
+    ours = make_unsharded_model(shape, "lm", dtype=torch.float32, device=torch.device("cpu"))
+    for spec in tensors:
+        ours.parameters[spec.name].copy_(buffer[spec.name])
+    prompts = random_rows(50, [5, 17, 1, 9, 12, 3])
+    expected = sample_theirs(theirs, prompts)
+    assert sample(ours, prompts, ()) == expected
+    with theirs.disable_adapter():
+        assert sample_theirs(theirs, prompts) != expected
 
 
 def test_a_rank_that_no_adapted_matrix_can_have_is_refused() -> None:
