@@ -32,7 +32,12 @@ SHAPE = {
 ALGORITHMS = {
     "grpo": {"policy__kl": {"coef": 0.05}, "policy__samples": 2},
     "ppo": {"models__critic__optimizer": OPTIMIZER, "ppo__ref_ema": 0.5},
+    "grpo, adapters": {
+        "policy__samples": 2,
+        "models__actor__lora": {"rank": 3, "targets": ["q_proj", "experts.gate_up_proj", "experts.down_proj"]},
+    },
 }
+"""Algorithm and what else tells a run apart -> settings."""
 PLANS = {
     1: [{}],
     2: [{"ep": 2, "zero": 3}, {"tp": 2, "ep": 2}],
@@ -53,14 +58,15 @@ def write_recipe(world: World, algorithm: str, directory: Path, devices: int) ->
         "models__actor__optimizer": OPTIMIZER,
         "debug__verify_reallocation": True,
     }
-    graph = build_graph(load_experiment(str(world.recipe(algorithm, directory, **changes))))
+    name = algorithm.partition(",")[0]
+    graph = build_graph(load_experiment(str(world.recipe(name, directory, **changes))))
     degrees = PLANS[devices][[*ALGORITHMS].index(algorithm) % len(PLANS[devices])]
     plan = make_uniform_plan(graph, Cluster(1, devices), micro_batch_tokens=256, **degrees)
     if devices == 2 and algorithm == "ppo":
         # Two runs of a buffer are offloaded, and copied after each update.
         plan = replace(plan, offload=("reward",), offload_optimizer=("actor", "critic"), keep=("actor",))
     plan.save(directory / "plan.yaml", graph)
-    return world.recipe(algorithm, directory, plan=str(directory / "plan.yaml"), **changes)
+    return world.recipe(name, directory, plan=str(directory / "plan.yaml"), **changes)
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +102,11 @@ def test_runs_with_divided_experts_learn_and_go_on_alike(
         )
 
 
-def test_a_run_with_divided_experts_goes_on_bit_for_bit(mixtures: World, tmp_path: Path) -> None:
-    whole, resumed = (write_recipe(mixtures, "grpo", tmp_path / name, 2) for name in ("whole", "resumed"))
+@pytest.mark.parametrize("algorithm", ["grpo", "grpo, adapters"])
+def test_a_run_with_divided_experts_goes_on_bit_for_bit(
+    mixtures: World, tmp_path: Path, algorithm: str
+) -> None:
+    whole, resumed = (write_recipe(mixtures, algorithm, tmp_path / name, 2) for name in ("whole", "resumed"))
     run_on_ranks(2, [whole])
     interrupt(whole.parent / "run", 2, resumed.parent)
     run_on_ranks(2, [resumed])
