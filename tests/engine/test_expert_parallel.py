@@ -154,7 +154,9 @@ def adapted_alone() -> dict[str, Figures]:
     return learn_alone(ADAPTED)
 
 
-def test_each_part_of_the_experts_adapters_counts(alone: dict[str, Figures], adapted_alone: dict[str, Figures]) -> None:
+def test_each_part_of_the_experts_adapters_counts(
+    alone: dict[str, Figures], adapted_alone: dict[str, Figures]
+) -> None:
     """What the next test compares depends on the adapters."""
     for name, figures in adapted_alone.items():
         assert not torch.allclose(figures["inference"], alone[name]["inference"], rtol=1e-2), name

@@ -127,7 +127,9 @@ def write_adapter_config(
     }
     weights = [spec for spec in tensors if spec.file_name.removesuffix(".weight") in adapted]
     parameters = {spec.parameter for spec in tensors}
-    stacks = list_modules(s for s in tensors if s.stacked is not None and f"{s.parameter}_lora_a" in parameters)
+    stacks = list_modules(
+        s for s in tensors if s.stacked is not None and f"{s.parameter}_lora_a" in parameters
+    )
     local = local_path(base)
     return {
         "peft_type": "LORA",

@@ -206,7 +206,9 @@ def _describe_rows(
 def _adapt_stacks(stacks: Mapping[AdaptedStack, AdaptedModule], lora: LowRank) -> list[TensorSpec]:
     """Make the adapter tensors of a layer's experts: for each stack, first every A, then every B."""
     if stacks and lora.dora:
-        raise UserError("lora.dora: experts cannot have it; set dora=false, or name other matrices as lora.targets")
+        raise UserError(
+            "lora.dora: experts cannot have it; set dora=false, or name other matrices as lora.targets"
+        )
     found: list[TensorSpec] = []
     for stack, module in stacks.items():
         wrapper = name_wrapper(module.name, {other.name for other in stacks.values()})
@@ -223,7 +225,9 @@ def name_wrapper(parameter: str, adapted: Collection[str]) -> str:
     `down_proj`. `adapted` has the names of both, or of one.
     """
     experts, _, name = parameter.rpartition(".")
-    return f"{experts}.base_layer" if name == "gate_up_proj" and f"{experts}.down_proj" in adapted else experts
+    return (
+        f"{experts}.base_layer" if name == "gate_up_proj" and f"{experts}.down_proj" in adapted else experts
+    )
 
 
 def describe_a(part: TensorSpec, rank: int, wrapper: str, parameter: Parameter) -> TensorSpec:

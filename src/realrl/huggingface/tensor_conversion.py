@@ -108,8 +108,9 @@ def join_tensors(
                     files[name] = value.new_empty((*count, *(shape[::-1] if where.transposed else shape)))
                 own = files[name] if where.number is None else files[name][place]
                 numbers = torch.tensor(own_rows, device=value.device) - min(map(min, rows))
-                columns = [where.columns(0, width) for width in value.shape[1:]]
-                (own.T if where.transposed else own)[numbers, *columns] = value
+                columns = (where.columns(0, width) for width in value.shape[1:])
+                index: tuple[Any, ...] = (numbers, *columns)
+                (own.T if where.transposed else own)[index] = value
     return files
 
 

@@ -102,7 +102,12 @@ def test_adapters_of_experts_are_those_that_layouts_store(targets: tuple[str, ..
         }
     )
     model = replace(stored(shape), trained=True, part=TrainablePart(adapters=True))
-    for degrees in ({"dp": 2, "tp": 2}, {"dp": 4, "ep": 2}, {"dp": 2, "tp": 2, "ep": 4}, {"dp": 2, "pp": 2, "ep": 2}):
+    for degrees in (
+        {"dp": 2, "tp": 2},
+        {"dp": 4, "ep": 2},
+        {"dp": 2, "tp": 2, "ep": 4},
+        {"dp": 2, "pp": 2, "ep": 2},
+    ):
         check_static_memory(model, Strategy(zero=zero, **degrees))
 
 

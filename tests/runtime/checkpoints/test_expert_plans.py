@@ -34,7 +34,10 @@ ALGORITHMS = {
     "ppo": {"models__critic__optimizer": OPTIMIZER, "ppo__ref_ema": 0.5},
     "grpo, adapters": {
         "policy__samples": 2,
-        "models__actor__lora": {"rank": 3, "targets": ["q_proj", "experts.gate_up_proj", "experts.down_proj"]},
+        "models__actor__lora": {
+            "rank": 3,
+            "targets": ["q_proj", "experts.gate_up_proj", "experts.down_proj"],
+        },
     },
 }
 """Algorithm and what else tells a run apart -> settings."""

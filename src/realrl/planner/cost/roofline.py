@@ -180,11 +180,11 @@ class Roofline:
         apart = self.device.cpu and self.element_bytes < 4
         own = e.apart_gradient_bytes if apart else e.gradient_bytes + self._widened
         if sizes.frozen_matrices:
-            elements = sum(adapter.elements for adapter in sizes.adapters)
+            trained: Real = sum(adapter.elements for adapter in sizes.adapters)
             if sizes.expert_adapters:
                 each = sum(adapter.elements for adapter in sizes.expert_adapters.values())
-                elements = elements + self._count_visited(tokens) * each
-            return self.traffic(own * elements)
+                trained = trained + self._count_visited(tokens) * each
+            return self.traffic(own * trained)
         visited = self._count_visited(tokens)
         of_experts = visited * sum(outputs * inputs for outputs, inputs in sizes.expert_shapes)
         elements = sum(outputs * inputs for outputs, inputs in sizes.matmul_shapes)

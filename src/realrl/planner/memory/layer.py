@@ -187,7 +187,9 @@ class LayerMemory:
         weighed = self.hidden if self.sizes.weighs_inputs else 0
         rows = max(
             # An adapter copies tokens again, unless they are weighed, and makes a second product.
-            0 if up is None else k * (self._arrived + gate_up + up.inner + max(self.hidden, gate_up + weighed)),
+            0
+            if up is None
+            else k * (self._arrived + gate_up + up.inner + max(self.hidden, gate_up + weighed)),
             0 if down is None else k * (inner + down.inner + 2 * self.hidden),
             k * (self._arrived + self.hidden + gate_up) + apart * gate_up,
             k * (gate_up + inner),
@@ -307,7 +309,8 @@ class LayerMemory:
             # tokens.
             self.bytes(tokens, 2 * k * hidden),
             # The gradients of the outputs, and of the activations that `down` multiplies.
-            self.bytes(tokens, self.stream + k * (hidden + inner) + of_inner) + self._added_bytes(inner * hidden),
+            self.bytes(tokens, self.stream + k * (hidden + inner) + of_inner)
+            + self._added_bytes(inner * hidden),
             # The gradients of these activations, and of gate and up. The input of `down` has been freed.
             self.bytes(tokens, self.stream + k * gate_up),
         ]
