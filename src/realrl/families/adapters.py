@@ -4,9 +4,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import sqrt
-from typing import Annotated, Literal, TypeVar, cast, get_args
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, PositiveFloat, field_validator
 
 from realrl.config.base import Settings
 from realrl.config.errors import UserError, join
@@ -37,6 +37,11 @@ class LowRank(Settings):
     """Scale by `alpha / sqrt(rank)` instead (rank-stabilised LoRA, arXiv 2312.03732), for high ranks."""
     dora: bool = False
     """Train the norm of each row of a matrix separately from the row's direction (DoRA, arXiv 2402.09353)."""
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _every(cls, value: Any) -> Any:
+        return [value] if value == ALL else value
 
     @property
     def scale(self) -> float:

@@ -210,7 +210,7 @@ class TensorSpec:
     stacked: Stored | None = None
     """Where models of transformers hold an expert's matrix: in a parameter that stacks the matrices of all experts.
     PEFT names and arranges adapters by this parameter. `transposed` says whether PEFT takes the outputs of its
-    matrices for inputs. None for all other tensors."""
+    matrices for inputs. All experts have the same entry, without a `number`. None for all other tensors."""
     quantised: Quantisation | None = None
     """Byte format of a quantised matrix. The tensor of its scales has the same value. None for numbers of the
     model's dtype."""
