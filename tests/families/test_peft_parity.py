@@ -171,3 +171,30 @@ def test_adapters_of_embeddings_and_head_are_refused_with_the_ways_out(target: s
         f"lora.targets: {target} cannot have adapters; train the whole model (lora=null), or choose from"
         " q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj"
     )
+
+
+def test_matrices_of_experts_have_names_of_their_own() -> None:
+    shape = SHAPES["mixtral"].model_copy(update={"lora": LowRank(rank=2, targets=("q_proj", "w1"))})
+    with pytest.raises(UserError) as caught:
+        model_tensors(shape, "lm")
+    assert str(caught.value) == (
+        "lora.targets: the model has no matrix w1; it has q_proj, k_proj, v_proj, o_proj, experts.gate_up_proj and"
+        " experts.down_proj"
+    )
+    everything = LowRank.model_validate({"rank": 2, "targets": "all-linear"})
+    adapted = {
+        spec.parameter
+        for spec in model_tensors(SHAPES["glm4_moe"].model_copy(update={"lora": everything}), "lm")
+        if spec.parameter in ADAPTERS
+    }
+    matrices = ("qkv", "out", "gate_up", "down", "experts_gate_up", "experts_down")
+    assert adapted == {f"{matrix}_lora_{factor}" for matrix in matrices for factor in "ab"}
+    by_default = model_tensors(SHAPES["glm4_moe"].model_copy(update={"lora": LowRank(rank=2)}), "lm")
+    assert not [spec for spec in by_default if spec.parameter in ADAPTERS and spec.expert is not None]
+
+
+def test_a_rank_above_the_width_of_experts_is_refused() -> None:
+    shape = SHAPES["qwen3_moe"]
+    lora = LowRank(rank=shape.intermediate_size + 1, targets=("experts.down_proj",))
+    with pytest.raises(UserError, match=f"is above {shape.intermediate_size}, the highest rank"):
+        model_tensors(shape.model_copy(update={"lora": lora}), "lm")

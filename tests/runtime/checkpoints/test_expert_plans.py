@@ -4,10 +4,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from realrl.checkpoint.saved import list_checkpoints
 from realrl.plan.cluster import Cluster
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
+from realrl.runtime.export import export_models
 from realrl.testing.check import make_uniform_plan
 from realrl.testing.compare import compare_runs
 from realrl.testing.ranks import run_on_ranks
@@ -103,6 +108,23 @@ def test_runs_with_divided_experts_learn_and_go_on_alike(
             than="four processes",
             tolerance=1e-4,
         )
+
+
+def test_adapters_of_divided_experts_are_saved_for_peft_and_merged(
+    uninterrupted: dict[str, Path], mixtures: World, tmp_path: Path
+) -> None:
+    run = uninterrupted["grpo, adapters"]
+    (merged,) = export_models(run, list_checkpoints(run)[4], ["actor"], tmp_path, merge=True)
+    row = torch.arange(1, 40)[None]
+
+    def open_theirs(path: Path | str) -> PreTrainedModel:
+        return AutoModelForCausalLM.from_pretrained(path, experts_implementation="eager")
+
+    with torch.no_grad():
+        before, found = (open_theirs(path)(row).logits for path in (mixtures.actor, merged))
+        adapted = PeftModel.from_pretrained(open_theirs(mixtures.actor), run / "final").eval()(row).logits
+    torch.testing.assert_close(found, adapted, atol=1e-5, rtol=1e-5)
+    assert (found - before).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "grpo, adapters"])
