@@ -37,7 +37,7 @@ CASES = {
     "experts": ("qwen3_moe", LowRank(rank=3, alpha=6.0, targets=("q_proj", *STACKS))),
     "experts alone": ("mixtral", LowRank(rank=3, targets=STACKS, rslora=True)),
     "one matrix of experts": ("glm4_moe", LowRank(rank=4, targets=("k_proj", "experts.gate_up_proj"))),
-    "experts of packed files": ("gpt_oss", LowRank(rank=3, targets=("all-linear",))),
+    "experts in transposed stacks": ("gpt_oss", LowRank(rank=3, targets=("all-linear",))),
     "experts with outputs for inputs": ("llama4", LowRank(rank=3, targets=("o_proj", *STACKS))),
 }
 
@@ -152,7 +152,7 @@ def check_regions(path: Path, shape: ModelShape, whole: FlatBuffer) -> None:
         "experts",
         "experts alone",
         "one matrix of experts",
-        "experts of packed files",
+        "experts in transposed stacks",
         "experts with outputs for inputs",
     ],
 )

@@ -14,7 +14,7 @@ from realrl.config.errors import UserError
 from realrl.config.explain import brief, explain
 from realrl.config.json_file import read_json
 from realrl.config.paths import local_path
-from realrl.families.adapters import ADAPTERS, LORA_A, LowRank, list_modules
+from realrl.families.adapters import ADAPTERS, LORA_A, STACKS_A, LowRank, list_modules
 from realrl.families.settings import ConfigReader
 from realrl.families.shape import Head
 from realrl.families.tensors import TensorSpec
@@ -126,10 +126,9 @@ def write_adapter_config(
         spec.file_name.partition(".lora_A")[0] for spec in tensors if spec.parameter in LORA_A.values()
     }
     weights = [spec for spec in tensors if spec.file_name.removesuffix(".weight") in adapted]
-    parameters = {spec.parameter for spec in tensors}
-    stacks = list_modules(
-        s for s in tensors if s.stacked is not None and f"{s.parameter}_lora_a" in parameters
-    )
+    held = {spec.parameter for spec in tensors}
+    adapted_stacks = {stack for stack, a in STACKS_A.items() if a in held}
+    stacks = list_modules(spec for spec in tensors if spec.parameter in adapted_stacks)
     local = local_path(base)
     return {
         "peft_type": "LORA",

@@ -18,7 +18,7 @@ AdaptedStack = Literal["experts_gate_up", "experts_down"]
 """Matrices of experts. In models of transformers, gate and up of an expert are one matrix, so they have one
 adapter."""
 ALL = "all-linear"
-"""Target that stands for all matrices, those of experts included."""
+"""Target that stands for all matrices, also of experts."""
 
 
 class LowRank(Settings):
@@ -230,9 +230,8 @@ def name_wrapper(parameter: str, adapted: Collection[str]) -> str:
     `down_proj`. `adapted` has the names of both, or of one.
     """
     experts, _, name = parameter.rpartition(".")
-    return (
-        f"{experts}.base_layer" if name == "gate_up_proj" and f"{experts}.down_proj" in adapted else experts
-    )
+    inside = name == "gate_up_proj" and f"{experts}.down_proj" in adapted
+    return f"{experts}.base_layer" if inside else experts
 
 
 def describe_a(part: TensorSpec, rank: int, wrapper: str, parameter: Parameter) -> TensorSpec:

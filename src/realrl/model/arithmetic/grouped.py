@@ -167,10 +167,18 @@ def grouped_linear(
     return apply_function(_GroupedLinear, x, stack, groups, products, of_tokens)
 
 
+class _Rows(NamedTuple):
+    """How `_AddLowRank` multiplies rows."""
+
+    products: Products
+    tokens: bool
+    """Whether rows are copies of tokens, which are made for each product."""
+
+
 class _AddLowRank(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, out: Tensor, a: Tensor, b: Tensor, scale: float, groups: Groups, of: "_Rows"
+        ctx: Any, x: Tensor, out: Tensor, a: Tensor, b: Tensor, scale: float, groups: Groups, of: _Rows
     ) -> Tensor:
         rows = groups.gather(x) if of.tokens else x
         inner = _multiply(of.products, rows, split_stack(a, groups), groups, forward=True).mul_(scale)
@@ -198,14 +206,6 @@ class _AddLowRank(Function):
             return None, grad, None, None, None, None, None
         grad_x = _multiply(of.products, grad_inner, of_a.transpose(1, 2), groups, forward=False)
         return groups.sum_copies(grad_x) if of.tokens else grad_x, grad, None, None, None, None, None
-
-
-class _Rows(NamedTuple):
-    """How rows are multiplied."""
-
-    products: Products
-    tokens: bool
-    """Whether they are copied from tokens first."""
 
 
 def add_low_rank(

@@ -185,11 +185,10 @@ class LayerMemory:
         adapters = self.sizes.expert_adapters
         up, down = adapters.get("experts_gate_up"), adapters.get("experts_down")
         weighed = self.hidden if self.sizes.weighs_inputs else 0
+        # An adapter copies tokens again, unless they are weighed. It then makes a second product.
+        second = max(self.hidden, gate_up + weighed)
         rows = max(
-            # An adapter copies tokens again, unless they are weighed, and makes a second product.
-            0
-            if up is None
-            else k * (self._arrived + gate_up + up.inner + max(self.hidden, gate_up + weighed)),
+            0 if up is None else k * (self._arrived + gate_up + up.inner + second),
             0 if down is None else k * (inner + down.inner + 2 * self.hidden),
             k * (self._arrived + self.hidden + gate_up) + apart * gate_up,
             k * (gate_up + inner),
@@ -302,14 +301,14 @@ class LayerMemory:
         k = self._rows
         adapters = self.sizes.expert_adapters
         # Adapters compute a gradient of their input too, which is held until the matrix's own is added.
-        of_inner = k * inner if "experts_down" in adapters else 0
+        of_inner = inner if "experts_down" in adapters else 0
         of_input = hidden if "experts_gate_up" in adapters else 0
         moments = [
             # The experts' outputs at the end of the forward pass, in the order of experts and in the order of
             # tokens.
             self.bytes(tokens, 2 * k * hidden),
             # The gradients of the outputs, and of the activations that `down` multiplies.
-            self.bytes(tokens, self.stream + k * (hidden + inner) + of_inner)
+            self.bytes(tokens, self.stream + k * (hidden + inner + of_inner))
             + self._added_bytes(inner * hidden),
             # The gradients of these activations, and of gate and up. The input of `down` has been freed.
             self.bytes(tokens, self.stream + k * gate_up),
