@@ -20,15 +20,17 @@ from realrl.dataflow.call import Candidates
 from realrl.engine import pipeline
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling_noise import SamplingSeed
-from realrl.engine.model import Model, make_unsharded_model
-from realrl.engine.parallel_groups import select_groups
+from realrl.engine.model import Model
+from realrl.engine.parallel_groups import ParallelGroups, select_groups
 from realrl.engine.training.trainer import Trainer, TrainOptions
+from realrl.families.adapters import ADAPTERS
 from realrl.families.shape import Head, ModelShape
 from realrl.huggingface.initial_weights import initialise
 from realrl.layout import limits
-from realrl.layout.layout import build_layout
+from realrl.layout.layout import Layout, build_layout
+from realrl.layout.sets import TrainablePart
 from realrl.plan.communicators import list_rank_sets
-from realrl.plan.placement import Placement
+from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.optimizer import OptimizerConfig
 from realrl.runtime.processes.environment import leave
@@ -65,8 +67,8 @@ def learn_alone(models: Models) -> dict[str, Figures]:
     results = {}
     with patch("realrl.engine.model.can_share_prompts", lambda *_: False):
         for name, (shape, head) in models.items():
-            model = make_unsharded_model(shape, head, dtype=torch.float32, device=CPU)
-            initialise(model.parameters, model.layout.specs, shape, 1)
+            layout = build_layout(shape, head, Placement(Mesh(0, 1), Strategy()))
+            model = _build(layout, 0, ParallelGroups.of_single_rank(), CPU)
             results[name] = learn(model, batch(head, shape))
     return results
 
@@ -131,21 +133,29 @@ def _be_rank(
     results = []
     for name, placement in cases:
         shape, head = models[name]
-        results.append(learn(_build(shape, head, process, placement, groups), batch(head, shape)))
+        own = select_groups(placement, rank, groups)
+        model = _build(build_layout(shape, head, placement), rank, own, process.device)
+        results.append(learn(model, batch(head, shape)))
     torch.save(results, f"{scratch}/out-{rank}")
     dist.barrier()
     dist.destroy_process_group()
     leave(0)
 
 
-def _build(shape: ModelShape, head: Head, process: Process, placement: Placement, groups: object) -> Model:
-    model = Model(
-        build_layout(shape, head, placement), process.rank, select_groups(placement, process.rank, groups),  # type: ignore[arg-type]
-        dtype=torch.float32, device=process.device,
-    )  # fmt: skip
-    regions = {local.region.tensor: local.region for local in model.layout.tensors(process.rank)}
-    specs = [spec for spec in model.layout.specs if spec.name in regions]
-    initialise(model.parameters, specs, shape, 1, regions)
+def _build(layout: Layout, rank: int, groups: ParallelGroups, device: torch.device) -> Model:
+    """A rank's part of a model, or of its adapters' learning. Adapters are not 0, so that all their parts have
+    gradients."""
+    part = TrainablePart(adapters=layout.shape.lora is not None)
+    model = Model(layout, rank, groups, dtype=torch.float32, device=device, part=part)
+    regions = {local.region.tensor: local.region for local in layout.tensors(rank)}
+    specs = [spec for spec in layout.specs if spec.name in regions]
+    initialise(model.parameters, specs, layout.shape, 1, regions)
+    for spec in specs:
+        if spec.parameter in ADAPTERS:
+            seed = int.from_bytes(spec.name.encode()) % 2**60
+            values = torch.empty(spec.shape).normal_(std=0.3, generator=torch.Generator().manual_seed(seed))
+            region = regions[spec.name]
+            model.parameters[spec.name][: region.size[0]] = values[region.slices]
     return model
 
 

@@ -1,6 +1,7 @@
 """gpt-oss: the published files, whose experts are packed in MXFP4, and what is refused."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from realrl.config.errors import UserError
 from realrl.engine.buffers import FlatBuffer
+from realrl.families.adapters import LowRank
 from realrl.families.config_json import shape_from_hf, shape_to_hf
 from realrl.families.registry import model_tensors
 from realrl.families.shape import ModelShape
@@ -119,6 +121,26 @@ def test_packed_files_are_read_as_transformers_reads_them_and_saved_unpacked(tmp
         logits = ours.compute_logits(ours(tokens, Packing.of(lengths, "cpu")))
         wanted = torch.cat([theirs(row[None]).logits[0] for row in rows])
     torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-5)
+
+
+def test_adapters_of_packed_experts_are_trained_on_and_merged(tmp_path: Path) -> None:
+    write_packed(tmp_path / "packed", SHAPE)
+    lora = LowRank(rank=4, alpha=2.0, targets=("experts.gate_up_proj", "experts.down_proj"))
+    shape = SHAPE.model_copy(update={"lora": lora})
+    specs = model_tensors(shape, "lm")
+    buffer = FlatBuffer(specs, torch.float32, "cpu")
+    for name in model_files.load(tmp_path / "packed", shape, specs, buffer):
+        buffer[name].normal_()
+    base = str(tmp_path / "packed")
+    model_files.save_adapters(tmp_path / "adapters", shape, "lm", buffer, None, torch.float32, base)
+    again, merged = load(tmp_path / "adapters", shape), load(tmp_path / "adapters", SHAPE)
+    assert torch.equal(again.data, buffer.data)
+    for layer, expert in product(range(SHAPE.layers), range(SHAPE.mixture.experts if SHAPE.mixture else 0)):
+        root = f"model.layers.{layer}.mlp.experts.{expert}"
+        for matrix, of_a in (("gate", "gate_up"), ("up", "gate_up"), ("down", "down")):
+            a, b = buffer[f"{root}.{of_a}_proj.lora_A.weight"], buffer[f"{root}.{matrix}_proj.lora_B.weight"]
+            name = f"{root}.{matrix}_proj.weight"
+            torch.testing.assert_close(merged[name], buffer[name] + 0.5 * b @ a, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("tp", [2, 5])

@@ -5,6 +5,7 @@ import torch
 
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.training.trainer import Trainer, TrainOptions
+from realrl.families.adapters import STACKS_B
 from realrl.families.shape import Head
 from realrl.huggingface.initial_weights import initialise
 from realrl.layout import limits
@@ -21,6 +22,10 @@ def make(name: str, head: Head, dtype: torch.dtype) -> Model:
     shape = SHAPES[name].model_copy(update={"init_std": 0.2})
     model = make_unsharded_model(shape, head, dtype=dtype, device=torch.device("cpu"))
     initialise(model.parameters, model.layout.specs, shape, 1)
+    generator = torch.Generator().manual_seed(0)
+    for spec in model.layout.specs:
+        if spec.parameter in STACKS_B.values():  # with zeros, A would have no gradient
+            model.parameters[spec.name].normal_(std=0.2, generator=generator)
     return model
 
 

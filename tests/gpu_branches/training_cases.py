@@ -41,6 +41,12 @@ SHAPES = {
         family="qwen3", vocab_size=53, hidden_size=24, intermediate_size=33, layers=2, heads=2, kv_heads=2,
         head_dim=12, lora=LowRank(rank=5, targets=("q_proj", "v_proj", "down_proj"), dora=True),
     ),
+    "mixtral, adapters": ModelShape(
+        family="mixtral", vocab_size=53, hidden_size=24, intermediate_size=16, layers=2, heads=2, kv_heads=2,
+        # All experts: no rounding turns a choice.
+        head_dim=8, mixture=Mixture(experts=3, per_token=3),
+        lora=LowRank(rank=8, alpha=8.0, targets=("v_proj", "experts.gate_up_proj", "experts.down_proj")),
+    ),
     "mixtral, aligned": ModelShape(
         family="mixtral", vocab_size=53, hidden_size=24, intermediate_size=16, layers=2, heads=2, kv_heads=2,
         head_dim=8, mixture=Mixture(experts=4, per_token=2),

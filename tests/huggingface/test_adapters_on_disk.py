@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import AutoPeftModelForSequenceClassification, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from realrl.config.errors import UserError
 from realrl.engine.buffers import FlatBuffer
@@ -25,6 +25,7 @@ from realrl.model.transformer import Transformer
 from realrl.plan.placement import Mesh, Placement, Strategy
 from tests.model.small_models import SHAPES, make_theirs, random_rows
 
+STACKS = ("experts.gate_up_proj", "experts.down_proj")
 CASES = {
     "llama": ("plain", LowRank(rank=3, alpha=6.0)),
     "some, scaled by the root": ("qwen3", LowRank(rank=5, targets=("v_proj", "down_proj"), rslora=True)),
@@ -33,6 +34,11 @@ CASES = {
     "transposed": ("gpt2", LowRank(rank=4, dora=True)),
     "interleaved": ("glm4", LowRank(rank=4)),
     "by heads": ("gpt_neox", LowRank(rank=4)),
+    "experts": ("qwen3_moe", LowRank(rank=3, alpha=6.0, targets=("q_proj", *STACKS))),
+    "experts alone": ("mixtral", LowRank(rank=3, targets=STACKS, rslora=True)),
+    "one matrix of experts": ("glm4_moe", LowRank(rank=4, targets=("k_proj", "experts.gate_up_proj"))),
+    "experts in transposed stacks": ("gpt_oss", LowRank(rank=3, targets=("all-linear",))),
+    "experts with outputs for inputs": ("llama4", LowRank(rank=3, targets=("o_proj", *STACKS))),
 }
 
 
@@ -43,6 +49,11 @@ def make_base(directory: Path, name: str) -> str:
         torch.nn.init.normal_(parameter, std=0.2)
     theirs.save_pretrained(directory / "base")
     return str(directory / "base")
+
+
+def open_theirs(base: str) -> PreTrainedModel:
+    # torch's kernel for experts wants widths of 16 bytes.
+    return AutoModelForCausalLM.from_pretrained(base, experts_implementation="eager")
 
 
 def load(path: str | Path, shape: ModelShape, head: Head = "lm") -> FlatBuffer:
@@ -78,7 +89,7 @@ def test_adapters_are_opened_by_peft_and_merged_by_us(case: str, tmp_path: Path)
     buffer = make_adapters(tmp_path / "ours", base, name, lora)
     (row,) = random_rows(50, [20])
     expected = compute_logits(SHAPES[name].model_copy(update={"lora": lora}), buffer, row)
-    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "ours").eval()
+    theirs = PeftModel.from_pretrained(open_theirs(base), tmp_path / "ours").eval()
     with torch.no_grad():
         torch.testing.assert_close(theirs(row[None]).logits[0], expected, atol=1e-4, rtol=1e-4)
     assert model_files.read_shape(tmp_path / "ours").lora is None
@@ -131,17 +142,31 @@ def check_regions(path: Path, shape: ModelShape, whole: FlatBuffer) -> None:
             torch.testing.assert_close(own[local.spec.name][: len(expected)], expected, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("case", ["llama", "some, scaled by the root", "fused", "transposed"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "llama",
+        "some, scaled by the root",
+        "fused",
+        "transposed",
+        "experts",
+        "experts alone",
+        "one matrix of experts",
+        "experts in transposed stacks",
+        "experts with outputs for inputs",
+    ],
+)
 def test_adapters_of_peft_are_merged_and_trained_on(case: str, tmp_path: Path) -> None:
     name, lora = CASES[case]
     base = make_base(tmp_path, name)
     make_adapters(tmp_path / "ours", base, name, lora)
-    targets = json.loads((tmp_path / "ours" / ADAPTER_CONFIG).read_text())["target_modules"]
+    written = json.loads((tmp_path / "ours" / ADAPTER_CONFIG).read_text())
+    targets = {name: written[name] for name in ("target_modules", "target_parameters")}
     settings = LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, use_rslora=lora.rslora, use_dora=lora.dora,
+        r=lora.rank, lora_alpha=lora.alpha, **targets, use_rslora=lora.rslora, use_dora=lora.dora,
         init_lora_weights=False, task_type="CAUSAL_LM",
     )  # fmt: skip
-    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings).eval()
+    theirs = get_peft_model(open_theirs(base), settings).eval()
     theirs.save_pretrained(tmp_path / "theirs")
     (row,) = random_rows(50, [20])
     with torch.no_grad():
@@ -149,6 +174,49 @@ def test_adapters_of_peft_are_merged_and_trained_on(case: str, tmp_path: Path) -
     for shape in (SHAPES[name], SHAPES[name].model_copy(update={"lora": lora})):
         found = compute_logits(shape, load(tmp_path / "theirs", shape), row)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_adapters_of_single_experts_are_merged(name: str, tmp_path: Path) -> None:
+    """Files of earlier versions have adapters for each expert's gate, up and down. PEFT joins them."""
+    base = make_base(tmp_path, name)
+    tensors, generator = {}, torch.Generator().manual_seed(0)
+    for spec in model_tensors(SHAPES[name], "lm"):
+        if spec.expert is not None:
+            module = f"base_model.model.{spec.name.removesuffix('.weight')}"
+            rows, columns = spec.shape
+            tensors[f"{module}.lora_A.weight"] = torch.randn(2, columns, generator=generator)
+            tensors[f"{module}.lora_B.weight"] = torch.randn(rows, 2, generator=generator)
+    names = sorted({name.split(".")[-3] for name in tensors})
+    settings = {"peft_type": "LORA", "base_model_name_or_path": base, "r": 2, "lora_alpha": 3.0}
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / ADAPTER_CONFIG).write_text(json.dumps(settings | {"target_modules": names}))
+    save_file(tensors, tmp_path / "theirs" / ADAPTER_FILE)
+    theirs = PeftModel.from_pretrained(open_theirs(base), tmp_path / "theirs").eval()
+    (row,) = random_rows(50, [20])
+    with torch.no_grad():
+        expected = theirs(row[None]).logits[0]
+    merged = load(tmp_path / "theirs", SHAPES[name])
+    torch.testing.assert_close(compute_logits(SHAPES[name], merged, row), expected, atol=1e-4, rtol=1e-4)
+    own = SHAPES[name].model_copy(update={"lora": LowRank(rank=2, alpha=3.0, targets=STACKS)})
+    with pytest.raises(UserError, match=r"lora.targets do not agree with the adapters there"):
+        load(tmp_path / "theirs", own)
+
+
+def test_experts_with_norms_apart_are_refused() -> None:
+    shape = SHAPES["mixtral"].model_copy(update={"lora": LowRank(rank=2, targets=STACKS, dora=True)})
+    with pytest.raises(UserError, match=r"lora.dora: experts cannot have it; set dora=false"):
+        model_tensors(shape, "lm")
+
+
+def test_half_of_the_adapters_of_experts_is_refused(tmp_path: Path) -> None:
+    base = make_base(tmp_path, "mixtral")
+    make_adapters(tmp_path / "ours", base, "mixtral", LowRank(rank=3, targets=STACKS))
+    file = tmp_path / "ours" / ADAPTER_FILE
+    name = "base_model.model.model.layers.1.mlp.experts.base_layer.lora_B.weight"
+    save_file({key: values for key, values in load_file(file).items() if key != name}, file)
+    with pytest.raises(UserError, match=rf"tensor {name} is missing"):
+        load(tmp_path / "ours", SHAPES["mixtral"])
 
 
 def test_a_classifier_has_its_head_with_its_adapters(tmp_path: Path) -> None:

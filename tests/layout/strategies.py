@@ -2,6 +2,7 @@
 
 from hypothesis import strategies as st
 
+from realrl.families.adapters import LowRank
 from realrl.families.shape import Head, Mixture, ModelShape
 from realrl.layout.layout import Layout, build_layout
 from realrl.plan.cluster import Cluster
@@ -24,6 +25,7 @@ def shapes(draw: st.DrawFn) -> ModelShape:
         kv_heads=kv_heads,
         head_dim=2,
         tied_embeddings=draw(st.booleans()),
+        lora=draw(st.sampled_from([None, LowRank(rank=1, targets=("all-linear",))])),
     )
 
 

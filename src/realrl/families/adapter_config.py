@@ -14,7 +14,7 @@ from realrl.config.errors import UserError
 from realrl.config.explain import brief, explain
 from realrl.config.json_file import read_json
 from realrl.config.paths import local_path
-from realrl.families.adapters import ADAPTERS, LowRank
+from realrl.families.adapters import ADAPTERS, LORA_A, STACKS_A, LowRank, list_modules
 from realrl.families.settings import ConfigReader
 from realrl.families.shape import Head
 from realrl.families.tensors import TensorSpec
@@ -26,7 +26,7 @@ _TRAINING = (
     " megatron_config megatron_core eva_config runtime_config peft_version ensure_weight_tying qalora_group_size"
 )
 _SCALAR_HEADS = ("classifier", "score")
-_IN_FILE = "target_modules task_type fan_in_fan_out modules_to_save"
+_IN_FILE = "target_modules target_parameters task_type fan_in_fan_out modules_to_save"
 """Settings that affect only training (`_TRAINING`), or that follow from the file of tensors (`_IN_FILE`)."""
 _BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")
 """Initialisations that do not change the base model, so that its own weights can be used."""
@@ -51,6 +51,9 @@ class SavedAdapters:
     """Model that the adapters belong to: a directory or hub name."""
     lora: LowRank
     """Settings; `targets` is None unless the file lists plain names of matrices and adapts all layers."""
+    parameters: frozenset[str] = frozenset()
+    """Last parts of the names of parameters, other than weights of modules, that have adapters, such as
+    `gate_up_proj`. They stack the matrices of experts."""
 
 
 def find_adapters(path: str | Path) -> SavedAdapters | None:
@@ -95,15 +98,23 @@ def find_adapters(path: str | Path) -> SavedAdapters | None:
     # Every other setting is off if it is null, empty or false.
     config.skip(*(key for key in config.unread() if not settings[key]))
     config.check_all_read()
-    return SavedAdapters(file.parent, base, lora)
+    return SavedAdapters(file.parent, base, lora, frozenset(_list_parameters(settings)))
 
 
 def _read_targets(settings: Mapping[str, Any]) -> tuple[str, ...] | None:
     """Read the names of adapted matrices; None unless they are plain names that apply to all layers."""
     names = settings.get("target_modules")
     some = any(settings.get(key) for key in ("layers_to_transform", "exclude_modules"))
+    names = [] if names is None else names
     plain = isinstance(names, list) and all(isinstance(name, str) and name.isidentifier() for name in names)
-    return tuple(sorted(names)) if names and plain and not some else None
+    found = [*names, *(f"experts.{name}" for name in _list_parameters(settings))] if plain else []
+    return tuple(sorted(found)) if found and not some else None
+
+
+def _list_parameters(settings: Mapping[str, Any]) -> list[str]:
+    """List the last parts of the names of adapted parameters that are not weights of modules."""
+    names = settings.get("target_parameters")
+    return [str(name).rpartition(".")[2] for name in names] if isinstance(names, list) else []
 
 
 def write_adapter_config(
@@ -112,9 +123,12 @@ def write_adapter_config(
     """Make the contents of `adapter_config.json` for PEFT. `tensors` are all tensors of the model, adapters
     included."""
     adapted = {
-        spec.file_name.partition(".lora_A")[0] for spec in tensors if spec.file_name.endswith("lora_A.weight")
+        spec.file_name.partition(".lora_A")[0] for spec in tensors if spec.parameter in LORA_A.values()
     }
     weights = [spec for spec in tensors if spec.file_name.removesuffix(".weight") in adapted]
+    held = {spec.parameter for spec in tensors}
+    adapted_stacks = {stack for stack, a in STACKS_A.items() if a in held}
+    stacks = list_modules(spec for spec in tensors if spec.parameter in adapted_stacks)
     local = local_path(base)
     return {
         "peft_type": "LORA",
@@ -124,6 +138,7 @@ def write_adapter_config(
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
         "target_modules": sorted({name.rpartition(".")[2] for name in adapted}),
+        "target_parameters": sorted({module.target for module in stacks}) or None,
         "modules_to_save": None if head == "lm" else [*_SCALAR_HEADS],
         "fan_in_fan_out": any(spec.stored is not None and spec.stored.transposed for spec in weights),
         "use_rslora": lora.rslora,

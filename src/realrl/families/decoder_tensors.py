@@ -78,6 +78,11 @@ class Names:
     experts_down: str | None = None
     """Tensor that holds the last matrices of all experts, [experts, inputs, outputs]; None if each expert has its
     own tensor."""
+    experts: str = "mlp.experts"
+    """Module of transformers that stacks the matrices of all experts in `gate_up_proj` and `down_proj`."""
+    experts_misread: bool = False
+    """Whether PEFT takes the outputs of stacked matrices for inputs, because transformers stacks them transposed
+    but its module does not say so (`is_transposed`)."""
     mlp_post_norm: str = "post_feedforward_layernorm"
     norm: str = "model.norm"
     head: str = "lm_head"
@@ -294,20 +299,31 @@ class _Table:
                 init=Init.ZEROS,
                 decay=False,
             )
+        gate, up = (self._find_stacked(root, "gate_up_proj", number, parts=2) for number in (0, 1))
+        columns = (names.expert_gate, gate), (names.expert_up, up)
         for bias in (False, True) if biased else (False,):
             for expert in range(experts):
-                for number, name in enumerate((names.expert_gate, names.expert_up)):
-                    spec = self._expert(root, layer, expert, name, "experts_gate_up", bias=bias)
+                for number, (name, where) in enumerate(columns):
+                    spec = self._expert(root, layer, expert, name, "experts_gate_up", where, bias=bias)
                     yield self._in_stack(spec, root, names.experts_gate_up, number, parts=2)
+        where = self._find_stacked(root, "down_proj", 0, parts=1)
         for bias in (False, True) if biased else (False,):
             for expert in range(experts):
-                spec = self._expert(root, layer, expert, names.expert_down, "experts_down", bias=bias)
+                spec = self._expert(root, layer, expert, names.expert_down, "experts_down", where, bias=bias)
                 yield self._in_stack(spec, root, names.experts_down, 0, parts=1)
 
     def _expert(
-        self, root: str, layer: int, expert: int, name: str, matrix: _ExpertMatrix, *, bias: bool
+        self,
+        root: str,
+        layer: int,
+        expert: int,
+        name: str,
+        matrix: _ExpertMatrix,
+        where: Stored,
+        *,
+        bias: bool,
     ) -> TensorSpec:
-        """Describe a matrix of an expert, or its bias.
+        """Describe a matrix of an expert, which transformers holds at `where`, or its bias.
 
         Tensor-parallel ranks sum their outputs, so only the first rank adds the biases of `experts_down`. The other
         ranks find a gradient of 0.
@@ -325,6 +341,36 @@ class _Table:
             init=Init.ZEROS if bias else Init.RESIDUAL if last else Init.NORMAL,
             decay=not bias,
             partial_gradient=Partial.TENSOR_PARALLEL if bias and last else Partial.NEVER,
+            stacked=None if bias else where,
+        )
+
+    def _find_stacked(self, root: str, name: str, number: int, *, parts: int) -> Stored:
+        """Find where transformers holds a matrix of each expert; see `TensorSpec.stacked` and `_in_stack`."""
+        assert self.shape.mixture is not None, "only mixtures have experts"
+        names, hidden, inner = self.names, self.shape.hidden_size, self.shape.intermediate_size
+        each, inputs = (inner, hidden) if parts > 1 else (hidden, inner)
+        rows = self._place_rows(f"{root}.{names.experts}.{name}", each, number, parts)
+        matrix = (inputs, rows.rows) if names.experts_misread else (rows.rows, inputs)
+        return Stored(
+            name=rows.name,
+            shape=(self.shape.mixture.experts, *matrix),
+            start=rows.start,
+            block=rows.block,
+            period=rows.period,
+            order=rows.order,
+            transposed=names.experts_misread,
+        )
+
+    def _place_rows(self, name: str, each: int, number: int, parts: int) -> StoredRows:
+        """Find the rows of part `number` in a matrix that consists of `parts` parts with `each` rows."""
+        alternate = self.names.experts_alternate and parts > 1
+        return StoredRows(
+            name=name,
+            rows=parts * each,
+            start=0 if alternate else number * each,
+            block=each,
+            period=each,
+            order=range(number, parts * each, parts) if alternate else None,
         )
 
     def _in_stack(
@@ -334,16 +380,8 @@ class _Table:
         `stack`. Each stacked matrix consists of `parts` parts with the size of `spec`; `spec` is part `number`."""
         if stack is None or self.shape.mixture is None:
             return spec
-        each, bias = spec.shape[0], len(spec.shape) == 1
-        alternate = self.names.experts_alternate and parts > 1
-        rows = StoredRows(
-            name=f"{root}.{stack}",
-            rows=parts * each,
-            start=0 if alternate else number * each,
-            block=each,
-            period=each,
-            order=range(number, parts * each, parts) if alternate else None,
-        )
+        bias = len(spec.shape) == 1
+        rows = self._place_rows(f"{root}.{stack}", spec.shape[0], number, parts)
         # Files stack the matrices transposed, so that `rows` are columns of each matrix in the stack.
         ending = "_bias" if bias else ""
         return rows.describe(spec, ending, transposed=not bias, stack=self.shape.mixture.experts)

@@ -53,6 +53,10 @@ Parameter = Literal[
     "down_lora_a",
     "down_lora_b",
     "down_magnitude",
+    "experts_gate_up_lora_a",
+    "experts_gate_up_lora_b",
+    "experts_down_lora_a",
+    "experts_down_lora_b",
     "qkv_scale",
     "out_scale",
     "gate_up_scale",
@@ -159,6 +163,10 @@ class Stored:
     """Whether the rows of the model tensor are columns of the file tensor."""
     number: int | None = None
     """Index of the matrix, if the file tensor is a stack of matrices."""
+    column: int = 0
+    """Column of the file tensor (row, if transposed) that holds the first column of the model tensor."""
+    step: int = 1
+    """Distance between neighbouring columns of the model tensor in the file tensor."""
     exact: bool = False
     """Whether the file tensor has one float32 number per row of the model tensor, which the row represents as the
     sum of `EXACT_PARTS` bfloat16 numbers. So the number stays the same in a model of any type."""
@@ -170,6 +178,13 @@ class Stored:
         return [
             self.start + r // self.block * self.period + order[r % self.block] for r in range(first, last)
         ]
+
+    def columns(self, first: int, last: int) -> slice:
+        """Find the file columns (rows, if transposed) of the model columns from `first` up to, not including,
+        `last`."""
+        # Slices of files support no other step.
+        step = None if self.step == 1 else self.step
+        return slice(self.column + first * self.step, self.column + last * self.step, step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +207,10 @@ class TensorSpec:
     partial_gradient: Partial = Partial.NEVER
     stored: Stored | None = None
     """Where files hold the tensor; None if a file tensor has the same name and shape."""
+    stacked: Stored | None = None
+    """Where models of transformers hold an expert's matrix: in a parameter that stacks the matrices of all experts.
+    PEFT names and arranges adapters by this parameter. `transposed` says whether PEFT takes the outputs of its
+    matrices for inputs. All experts have the same entry, without a `number`. None for all other tensors."""
     quantised: Quantisation | None = None
     """Byte format of a quantised matrix. The tensor of its scales has the same value. None for numbers of the
     model's dtype."""

@@ -1,16 +1,30 @@
 """Read low-rank adapters in PEFT's format, and merge them into the weights of a model."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import cast
 
+import torch
 from torch import Tensor
 
 from realrl.config.errors import UserError, join
 from realrl.families.adapter_config import ADAPTER_CONFIG, SavedAdapters
-from realrl.families.adapters import ADAPTERS, LORA_A, LowRank, list_modules
+from realrl.families.adapters import (
+    ADAPTERS,
+    LORA_A,
+    STACKS_A,
+    STACKS_B,
+    AdaptedStack,
+    LowRank,
+    describe_a,
+    describe_b,
+    list_modules,
+    name_wrapper,
+)
 from realrl.families.tensors import TensorSpec
 from realrl.huggingface.headers import StoredTensor, check_type, open_file, read_header
+from realrl.huggingface.tensor_conversion import read_parts
 
 ADAPTER_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -41,13 +55,43 @@ class AdapterFile:
 
     def adapts(self, spec: TensorSpec) -> bool:
         """Return whether a tensor of a model is, or belongs to, a matrix that has an adapter."""
+        return self._find_wrapper(spec) is not None or self._has_own(spec)
+
+    def _has_own(self, spec: TensorSpec) -> bool:
+        """Return whether a matrix has an adapter of its own, named like the matrix."""
         return f"{spec.file_name.removesuffix('.weight')}{_A}" in self.tensors
+
+    def _find_wrapper(self, spec: TensorSpec) -> str | None:
+        """Find the module in which the file keeps the adapter of an expert's matrix together with those of all
+        other experts. None if there is none."""
+        if spec.stacked is None or spec.stacked.name.rpartition(".")[2] not in self.saved.parameters:
+            return None
+        module = spec.stacked.name.rpartition(".")[0]
+        wrapper = name_wrapper(spec.stacked.name, {f"{module}.{name}" for name in self.saved.parameters})
+        return wrapper if f"{wrapper}{_A}" in self.tensors else None
+
+    def _describe_expert(self, spec: TensorSpec, wrapper: str) -> tuple[TensorSpec, TensorSpec]:
+        """Describe A and the rows of B for an expert's matrix."""
+        stack, rank = cast(AdaptedStack, spec.parameter), self.saved.lora.rank
+        return (
+            describe_a(spec, rank, wrapper, STACKS_A[stack]),
+            describe_b(spec, rank, wrapper, STACKS_B[stack]),
+        )
 
     def check(self, tensors: Sequence[TensorSpec]) -> None:
         """Check that every stored tensor fits a model with these tensors. Raises UserError if not."""
         known: dict[str, tuple[int, ...]] = {}
         rank, dora = self.saved.lora.rank, self.saved.lora.dora
-        for module in list_modules(spec for spec in tensors if spec.parameter in LORA_A):
+        for spec in tensors:
+            wrapper = self._find_wrapper(spec)
+            if wrapper is not None:
+                if f"{wrapper}{_B}" not in self.tensors:
+                    raise UserError(f"{self.file}: tensor {PREFIX}{wrapper}{_B} is missing")
+                known |= {s.file_name: s.file_shape for s in self._describe_expert(spec, wrapper)}
+        # In older models of transformers, and in files, each expert has matrices of its own.
+        apart = (replace(s, stacked=None) for s in tensors if s.parameter in STACKS_A and s.stored is None)
+        dense = (spec for spec in tensors if spec.parameter in LORA_A)
+        for module in list_modules([*dense, *apart]):
             stored = module.parts[0].stored
             shape = module.parts[0].file_shape
             rows, columns = reversed(shape) if stored is not None and stored.transposed else shape
@@ -103,18 +147,27 @@ class AdapterFile:
         needs for its norms.
         """
         module, lora = spec.file_name.removesuffix(".weight"), self.saved.lora
+        wrapper = self._find_wrapper(spec)
+        if wrapper is not None:
+            of_a, of_b = self._describe_expert(spec, wrapper)
+            a, b = (_read_whole(self.read(of.file_name), of).float() for of in (of_a, of_b))
+            return values.float() + lora.scale * (b[rows.start : rows.stop] @ a[:, columns])
         numbers = list(rows) if spec.stored is None else spec.stored.rows(rows.start, rows.stop)
-        with self._open() as reader:
-            a = reader.get_tensor(f"{PREFIX}{module}{_A}").float()
-            b = reader.get_tensor(f"{PREFIX}{module}{_B}")[numbers].float()
-            merged = values.float() + lora.scale * (b @ a[:, columns])
-            if lora.dora:
-                magnitudes = reader.get_tensor(f"{PREFIX}{module}{_MAGNITUDE}")[numbers].float()
-                norms = (read_rows().float() + lora.scale * (b @ a)).norm(dim=1)
-                merged *= (magnitudes / norms)[:, None]
+        a = self.read(f"{module}{_A}").float()
+        b = self.read(f"{module}{_B}")[numbers].float()
+        merged = values.float() + lora.scale * (b @ a[:, columns])
+        if lora.dora:
+            magnitudes = self.read(f"{module}{_MAGNITUDE}")[numbers].float()
+            norms = (read_rows().float() + lora.scale * (b @ a)).norm(dim=1)
+            merged *= (magnitudes / norms)[:, None]
         return merged
 
-    @contextmanager
-    def _open(self) -> Iterator[Any]:
+    @lru_cache(maxsize=4)  # noqa: B019 -- instances are few and short-lived
+    def read(self, name: str) -> Tensor:
+        """Read a tensor. The last few stay in memory, because a tensor may have the adapters of many experts."""
         with open_file(self.saved.directory / ADAPTER_FILE) as reader:
-            yield reader
+            return reader.get_tensor(f"{PREFIX}{name}")
+
+
+def _read_whole(stored: Tensor, spec: TensorSpec) -> Tensor:
+    return torch.cat([values for _, values in read_parts(stored, spec)])

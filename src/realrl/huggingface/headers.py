@@ -169,7 +169,8 @@ def _named_as_in_family(
 
 def _specs_outside_layers(shape: ModelShape) -> dict[Parameter, TensorSpec]:
     """List the tensors outside the layers, for a model with both kinds of head and untied embeddings."""
-    untied = shape.model_copy(update={"tied_embeddings": False, "layers": 1})
+    # Adapters are in layers, and their targets need not be in the first one.
+    untied = shape.model_copy(update={"tied_embeddings": False, "layers": 1, "lora": None})
     heads: tuple[Head, ...] = get_args(Head)
     specs = [spec for head in heads for spec in model_tensors(untied, head)]
     return {spec.parameter: spec for spec in specs if spec.layer is None}

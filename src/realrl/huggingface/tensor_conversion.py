@@ -67,6 +67,7 @@ def _read_rows(stored: Any, where: Stored | None, first: int, last: int, columns
     if where.exact:
         return split_exactly(stored[first:last])[:, *columns]
     numbers = where.rows(first, last)
+    columns = [where.columns(part.start, part.stop) for part in columns]
     start, stop = min(numbers), max(numbers) + 1
     stack = () if where.number is None else (where.number,)
     part = (
@@ -99,13 +100,17 @@ def join_tensors(
                 if where is None or where.exact:
                     files[name] = value if where is None else value.float().sum(1)
                     continue
-                if name not in files:
+                if name not in files and first is None:
+                    files[name] = value.new_empty(where.shape)
+                elif name not in files:
                     shape = (sum(map(len, rows)), *value.shape[1:])
                     count = () if where.number is None else (len(stacks),)
                     files[name] = value.new_empty((*count, *(shape[::-1] if where.transposed else shape)))
                 own = files[name] if where.number is None else files[name][place]
                 numbers = torch.tensor(own_rows, device=value.device) - min(map(min, rows))
-                (own.T if where.transposed else own)[numbers] = value
+                columns = (where.columns(0, width) for width in value.shape[1:])
+                index: tuple[Any, ...] = (numbers, *columns)
+                (own.T if where.transposed else own)[index] = value
     return files
 
 

@@ -12,6 +12,8 @@ from realrl.families.adapters import (
     LORA_A,
     LORA_B,
     MAGNITUDES,
+    STACKS_A,
+    STACKS_B,
     AdaptedMatrix,
     LowRank,
     is_adapted,
@@ -140,6 +142,17 @@ class _AddLowRank(Function):
         return products.matmul_nt(grad_inner, a.T) if need_x else None, grad, None, None, None
 
 
+@dataclass(frozen=True, eq=False)
+class StackAdapter:
+    """One rank's part of the adapters of the experts in a stack of matrices. Each expert has its own A and B."""
+
+    a: Tensor
+    """A of each expert, stacked. [E * rank, K]"""
+    b: Tensor
+    """B of each expert, stacked. [E * M, rank]"""
+    scale: float
+
+
 def adapt(multiply: Multiply, adapters: Mapping[int, Adapter]) -> Multiply:
     """Wrap `multiply` so that it also applies the adapter of a matrix, if there is one. `adapters` are keyed by the
     `id` of their matrix."""
@@ -151,6 +164,21 @@ def adapt(multiply: Multiply, adapters: Mapping[int, Adapter]) -> Multiply:
         return multiply(x, weight, bias) if adapter is None else adapter.multiply(x, bias, multiply)
 
     return adapted
+
+
+def make_stack_adapters(
+    layer: nn.Module, lora: LowRank, parameter: Callable[[Parameter], nn.Parameter | None]
+) -> dict[int, StackAdapter]:
+    """Register the parameters of experts' adapters in a layer, and return its adapters, keyed by the `id` of their
+    stack. `parameter(name)` returns a tensor of an adapter, or None if there is none."""
+    found = {}
+    for stack in STACKS_A:
+        a, b = parameter(STACKS_A[stack]), parameter(STACKS_B[stack])
+        if a is not None and b is not None:
+            layer.register_parameter(STACKS_A[stack], a)
+            layer.register_parameter(STACKS_B[stack], b)
+            found[id(getattr(layer, stack))] = StackAdapter(a, b, lora.scale)
+    return found
 
 
 def make_adapters(

@@ -5,8 +5,14 @@ from functools import partial
 
 from torch import Tensor
 
-from realrl.model.adapter import Adapter, adapt
-from realrl.model.arithmetic.grouped import Groups, add_biases, grouped_linear, has_grouped_kernel
+from realrl.model.adapter import Adapter, StackAdapter, adapt
+from realrl.model.arithmetic.grouped import (
+    Groups,
+    add_biases,
+    add_low_rank,
+    grouped_linear,
+    has_grouped_kernel,
+)
 from realrl.model.arithmetic.ops import Multiply, Products, linear
 from realrl.model.cpu.products import Panels
 from realrl.model.gpu.path import on_gpu
@@ -16,21 +22,33 @@ from realrl.model.quantised import QuantisedMatrix, multiply_widened, widen_if_q
 class Matrices:
     """Matrices of a shard in their stored form, with their adapters. Products with them are differentiable.
 
-    `adapters` and `quantised` are keyed by the `id` of the matrix that they belong to.
+    `adapters` and `quantised` are keyed by the `id` of the matrix that they belong to, `stack_adapters` by the `id`
+    of the matrices of all experts.
     """
 
     gathers_tokens = False
     """Whether ranks that divide experts gather all tokens, instead of sending each token to its experts."""
 
     def __init__(
-        self, products: Products, adapters: Mapping[int, Adapter], quantised: Mapping[int, QuantisedMatrix]
+        self,
+        products: Products,
+        adapters: Mapping[int, Adapter],
+        quantised: Mapping[int, QuantisedMatrix],
+        stack_adapters: Mapping[int, StackAdapter] | None = None,
     ) -> None:
         self.multiply = adapt(multiply_widened(partial(linear, products=products), quantised), adapters)
         """Compute x @ weight.T + bias."""
-        self._products, self._quantised = products, quantised
+        self._products, self._quantised, self._stack_adapters = products, quantised, stack_adapters or {}
 
     def multiply_groups(self, x: Tensor, stack: Tensor, groups: Groups, *, of_tokens: bool = False) -> Tensor:
-        """Multiply each row by the matrix of its group; see `grouped_linear`."""
+        """Multiply each row by the matrix of its group, with its adapter if it has one; see `grouped_linear`."""
+        out, adapter = self._multiply_stack(x, stack, groups, of_tokens), self._stack_adapters.get(id(stack))
+        if adapter is None:
+            return out
+        a, b, scale = adapter.a, adapter.b, adapter.scale
+        return add_low_rank(out, x, a, b, scale, groups, self._products, of_tokens=of_tokens)
+
+    def _multiply_stack(self, x: Tensor, stack: Tensor, groups: Groups, of_tokens: bool) -> Tensor:
         stack = widen_if_quantised(stack, self._quantised, x.dtype)
         return grouped_linear(x, stack, groups, self._products, of_tokens=of_tokens)
 
@@ -57,11 +75,12 @@ class DecodeWeights(Matrices):
         quantised: Mapping[int, QuantisedMatrix] | None = None,
         stacks: Iterable[Tensor] = (),
         experts: int = 0,
+        stack_adapters: Mapping[int, StackAdapter] | None = None,
     ) -> None:
         """`weights` are the matrices of the layers, `head` the matrix of the logits (last stage only), `stacks` the
-        matrices of the shard's `experts` experts; `adapters` and `quantised` as for `Matrices`."""
-        adapters, quantised = adapters or {}, quantised or {}
-        super().__init__(products, adapters, quantised)
+        matrices of the shard's `experts` experts; all adapters and `quantised` as for `Matrices`."""
+        adapters, quantised, stack_adapters = adapters or {}, quantised or {}, stack_adapters or {}
+        super().__init__(products, adapters, quantised, stack_adapters)
         panels = {
             id(weight): products.pack(weight)
             for weight in weights
@@ -79,7 +98,10 @@ class DecodeWeights(Matrices):
             assert experts, "only mixtures have stacks"
             of_experts = stack.view(experts, -1, stack.shape[1])
             if on_gpu(stack):
-                self.runs_ahead &= has_grouped_kernel(of_experts, products)
+                adapter = stack_adapters.get(id(stack))
+                for matrices in (stack,) if adapter is None else (stack, adapter.a, adapter.b):
+                    each = matrices.view(experts, -1, matrices.shape[1])
+                    self.runs_ahead &= has_grouped_kernel(each, products)
             elif products.packs and id(stack) not in quantised:
                 self._stacks[id(stack)] = [products.pack(weight) for weight in of_experts]
         packs_head = products.packs and head is not None and not on_gpu(head)
@@ -89,11 +111,10 @@ class DecodeWeights(Matrices):
         self.follow_parameters = not packed and not scaled
         """Whether the matrices stay valid when parameters change at the same addresses."""
 
-    def multiply_groups(self, x: Tensor, stack: Tensor, groups: Groups, *, of_tokens: bool = False) -> Tensor:
-        """Multiply each row by the matrix of its group; see `grouped_linear`."""
+    def _multiply_stack(self, x: Tensor, stack: Tensor, groups: Groups, of_tokens: bool) -> Tensor:
         panels = self._stacks.get(id(stack))
         if panels is None:
-            return super().multiply_groups(x, stack, groups, of_tokens=of_tokens)
+            return super()._multiply_stack(x, stack, groups, of_tokens)
         rows = groups.gather(x) if of_tokens else x
         out = rows.new_empty(len(rows), panels[0].columns)
         for group, first, end in groups.bounds:

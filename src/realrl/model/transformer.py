@@ -12,7 +12,7 @@ from realrl.families.adapters import LORA_A
 from realrl.families.registry import find_layer_options, model_tensors
 from realrl.families.tensors import Parameter, TensorSpec
 from realrl.layout.shard import Shard
-from realrl.model.adapter import Adapter, make_adapters
+from realrl.model.adapter import Adapter, StackAdapter, make_adapters, make_stack_adapters
 from realrl.model.arithmetic.autograd import checkpoint_activations
 from realrl.model.arithmetic.ops import PLAIN, Products, embed, linear
 from realrl.model.attention import find_repeated_heads, split_heads, varlen_attention
@@ -112,14 +112,16 @@ class Transformer(nn.Module):
         )
         numbered = [*zip(shard.layers, self.layers, strict=True)]
         self._adapters: dict[int, Adapter] = {}
+        self._stack_adapters: dict[int, StackAdapter] = {}
         if shape.lora is not None:
             for number, layer in numbered:
                 of_layer = {matrix: tensors[number, matrix] for matrix in LORA_A}
                 self._adapters |= make_adapters(
                     layer, of_layer, shape.lora, weights, partial(parameter, number), products, tensor_group
                 )
+                self._stack_adapters |= make_stack_adapters(layer, shape.lora, partial(parameter, number))
         self._quantised = find_matrices(numbered, parameter, shape.quantised)
-        self._matrices = Matrices(products, self._adapters, self._quantised)
+        self._matrices = Matrices(products, self._adapters, self._quantised, self._stack_adapters)
         self.norm = parameter(None, "norm")
         self.norm_bias = parameter(None, "norm_bias")
         self.lm_head = parameter(None, "lm_head")
@@ -239,6 +241,7 @@ class Transformer(nn.Module):
             self._quantised,
             [stack for layer in layers for stack in layer.stacks],
             len(self.shard.experts),
+            self._stack_adapters,
         )
 
     def decode(self, x: Tensor, weights: DecodeWeights, cache: PagedCache, rows: CachedRows) -> Tensor:

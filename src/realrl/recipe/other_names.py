@@ -234,6 +234,9 @@ OTHER_NAMES: Mapping[str, OtherName] = MappingProxyType(
         "lora_alpha": _lora("alpha"),
         "target_modules": _lora("targets"),
         "lora_target_modules": _lora("targets"),
+        "target_parameters": _of_roles(
+            "lora.targets", about="It names parameters of experts too, as experts.gate_up_proj."
+        ),
         "use_rslora": _lora("rslora"),
         "use_dora": _lora("dora"),
         "lora_dropout": _name(about="adapters have no dropout; leave it out"),

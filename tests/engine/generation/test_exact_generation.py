@@ -9,7 +9,7 @@ from realrl.data.batch import Batch, Ragged
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling_noise import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
-from realrl.families.adapters import LowRank
+from realrl.families.adapters import ADAPTERS, LowRank
 from realrl.families.shape import Mixture, ModelShape
 from realrl.huggingface import model_files
 from realrl.huggingface.initial_weights import initialise
@@ -29,14 +29,19 @@ EXPERTS = ModelShape(
 
 @pytest.fixture(
     scope="module",
-    params=[None, LowRank(rank=4, targets=("k_proj", "o_proj", "down_proj"), dora=True), EXPERTS],
-    ids=["alone", "adapters", "experts"],
+    params=[
+        None,
+        LowRank(rank=4, targets=("k_proj", "o_proj", "down_proj"), dora=True),
+        EXPERTS,
+        EXPERTS.model_copy(update={"lora": LowRank(rank=4, alpha=4.0, targets=("all-linear",))}),
+    ],
+    ids=["alone", "adapters", "experts", "adapted experts"],
 )
 def model(world: World, request: pytest.FixtureRequest) -> Model:
-    """A model alone, one with adapters, and a mixture."""
+    """A model alone, one with adapters, and a mixture, alone and with adapters."""
     given = request.param
-    shape = EXPERTS
-    if given is not EXPERTS:
+    shape = given
+    if not isinstance(given, ModelShape):
         shape = model_files.read_shape(world.actor).model_copy(update={"lora": given})
     model = make_unsharded_model(
         shape,
@@ -47,8 +52,11 @@ def model(world: World, request: pytest.FixtureRequest) -> Model:
         products=Products(exact=True),
     )
     torch.manual_seed(3)
-    if shape is EXPERTS:
+    if shape is given:
         initialise(model.parameters, model.layout.specs, shape, 1)
+        for spec in model.layout.specs:
+            if spec.parameter in ADAPTERS:
+                model.parameters[spec.name].uniform_(0.1, 0.3)
         return model
     for missing in model_files.load(world.actor, shape, model.layout.specs, model.parameters):
         model.parameters[missing].uniform_(0.1, 0.3)

@@ -16,6 +16,7 @@ from realrl.engine.generation.row_buffers import BufferedRows, RowBuffers
 from realrl.engine.generation.sampler import Sampler
 from realrl.engine.generation.sampling_noise import SamplingNoise, SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
+from realrl.families.adapters import LowRank
 from realrl.families.shape import Mixture, ModelShape
 from realrl.layout.kv_blocks import GPU_STEPS, MAX_DECODE_ROWS, CacheSize, pad_rows
 from realrl.model.arithmetic import grouped
@@ -169,15 +170,21 @@ def test_a_decode_step_of_a_mixture_needs_no_value_on_the_host_where_one_kernel_
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
     monkeypatch.setattr(grouped, "has_grouped_products", lambda _: True)
-    step, buffers = make_step(NOWHERE, EXPERTS)
-    rows = buffers.view(8)
-    rows.begin_turn(SamplingNoise(SamplingSeed(1, 2, call=1)))
-    captured = make_fx(lambda: step.run(rows, None))()
-    called = [str(node.target) for node in captured.graph.nodes if node.op == "call_function"]
-    assert called.count("aten._grouped_mm.default") == 4
-    assert not [name for name in called if any(word in name for word in WAITING)]
+    targets = ("experts.gate_up_proj", "experts.down_proj")
+    adapted, thin = (
+        EXPERTS.model_copy(update={"lora": LowRank(rank=rank, targets=targets)}) for rank in (8, 4)
+    )
+    for shape, products in ((EXPERTS, 4), (adapted, 12)):
+        step, buffers = make_step(NOWHERE, shape)
+        rows = buffers.view(8)
+        rows.begin_turn(SamplingNoise(SamplingSeed(1, 2, call=1)))
+        captured = make_fx(partial(step.run, rows, None))()
+        called = [str(node.target) for node in captured.graph.nodes if node.op == "call_function"]
+        assert called.count("aten._grouped_mm.default") == products
+        assert not [name for name in called if any(word in name for word in WAITING)]
     unaligned = EXPERTS.model_copy(update={"intermediate_size": 20})
-    for shape, ahead in ((DENSE, True), (EXPERTS, True), (unaligned, False)):
+    cases = (DENSE, True), (EXPERTS, True), (unaligned, False), (adapted, True), (thin, False)
+    for shape, ahead in cases:
         model = make_unsharded_model(shape, "lm", dtype=torch.bfloat16, device=NOWHERE)
         assert model.transformer.prepare_decoding().runs_ahead == ahead
 

@@ -277,6 +277,16 @@ PARTS |= {
         TIED.model_copy(update={"lora": LowRank(rank=8, targets=("q_proj", "v_proj"))}),
         ADAPTED,
     ),
+    "adapters-of-experts": (
+        FAMILIES["qwen3_moe"].model_copy(update={"lora": LowRank(rank=24, targets=("all-linear",))}),
+        ADAPTED,
+    ),
+    "adapters-of-weighed-experts": (
+        FAMILIES["llama4_text"].model_copy(
+            update={"lora": LowRank(rank=8, targets=("q_proj", "experts.gate_up_proj", "experts.down_proj"))}
+        ),
+        ADAPTED,
+    ),
     "adapters-dora": (GROUPED.model_copy(update={"lora": LowRank(rank=24, dora=True)}), ADAPTED),
 }
 

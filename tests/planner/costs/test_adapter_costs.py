@@ -7,13 +7,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from realrl.dataflow.call import Kind
 from realrl.families.adapters import LowRank
-from realrl.families.shape import ModelShape
+from realrl.families.shape import Mixture, ModelShape
 from realrl.families.sizes import SHAPES
 from realrl.layout.sets import TrainablePart
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.memory.call_memory import MemoryModel
-from realrl.planner.workload.flops import count_pass_flops
+from realrl.planner.workload.flops import count_adapter_weights, count_pass_flops
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel
 from tests.model.small_models import make_theirs
@@ -44,6 +44,39 @@ def test_operations_are_those_that_peft_executes(rank: int, targets: list[str]) 
         ours = count_pass_flops(model, kind, tokens=12, scored=12, squares=12.0 * 12)
         # Neither attention, little as it is here, nor the gradient of embeddings is counted alike.
         assert ours == pytest.approx(theirs_counted, rel=0.03 if kind is Kind.INFERENCE else 0.06), kind
+
+
+def test_a_token_passes_through_the_adapters_of_its_experts_alone() -> None:
+    targets, mixture = ("experts.gate_up_proj", "experts.down_proj"), Mixture(experts=8, per_token=3)
+    shape = SHAPE.model_copy(
+        update={"family": "qwen3_moe", "mixture": mixture, "lora": LowRank(rank=4, targets=targets)}
+    )
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    each = 4 * (hidden + 2 * inner) + 4 * (inner + hidden)
+    assert count_adapter_weights(shape) == shape.layers * 3 * each
+    assert count_adapter_weights(shape, 2) == 2 * 3 * each
+
+
+def test_training_adapters_of_experts_takes_more_than_those_of_attention_and_less_than_all() -> None:
+    spec = ClusterSpec.parse("h100:1x8")
+    cost, memory, workload = CostModel(spec), MemoryModel(spec), Workload(64, (512,), (512,), 512)
+    shape, attention = SHAPES["mixtral-8x7b"], ("q_proj", "k_proj", "v_proj", "o_proj")
+    every = (*attention, "experts.gate_up_proj", "experts.down_proj")
+    models = [
+        StoredModel(
+            shape.model_copy(update={"lora": LowRank(targets=targets)}), "lm", "bfloat16", True, ADAPTED
+        )
+        for targets in (attention, every)
+    ]
+    train, placement = call("actor.train"), place(1, tp=8)
+    whole = StoredModel(shape, "lm", "bfloat16", True)
+    seconds = [cost.call(train, model, placement, workload).seconds for model in (*models, whole)]
+    assert seconds[0] < seconds[1] < 0.95 * seconds[2]
+    needs = [memory.call(train, model, placement, workload) for model in models]
+    trained = [sum(spec.numel for spec in model.sets["tuned"].tensors) for model in models]
+    assert trained[1] > 10 * trained[0]
+    optimizer = [need.static["optimizer"] for need in needs]
+    assert optimizer[1] > 5 * optimizer[0]
 
 
 @pytest.mark.parametrize("dora", [False, True])

@@ -91,6 +91,26 @@ def test_adapters_of_some_layers_are_those_that_layouts_store(
         check_static_memory(model, Strategy(zero=zero, **degrees))
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("targets", [("experts.down_proj",), ("all-linear",)], ids=str)
+def test_adapters_of_experts_are_those_that_layouts_store(targets: tuple[str, ...], zero: int) -> None:
+    shape = GROUPED.model_copy(
+        update={
+            "family": "qwen3_moe",
+            "mixture": Mixture(experts=8, per_token=2),
+            "lora": LowRank(rank=3, targets=targets),
+        }
+    )
+    model = replace(stored(shape), trained=True, part=TrainablePart(adapters=True))
+    for degrees in (
+        {"dp": 2, "tp": 2},
+        {"dp": 4, "ep": 2},
+        {"dp": 2, "tp": 2, "ep": 4},
+        {"dp": 2, "pp": 2, "ep": 2},
+    ):
+        check_static_memory(model, Strategy(zero=zero, **degrees))
+
+
 def check_static_memory(model: StoredModel, strategy: Strategy) -> None:
     """The planner counts the bytes that the ranks of each stage store."""
     placement = Placement(Mesh(0, strategy.size), strategy)

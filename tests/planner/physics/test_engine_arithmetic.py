@@ -33,6 +33,13 @@ SHAPES: dict[str, ModelShape] = {
         update={"family": "llama4_text", "mixture": LLAMA4_MIXTURE.model_copy(update={"experts": 4})}
     ),
     "adapted": SHAPE.model_copy(update={"lora": LowRank(rank=8, targets=("q_proj", "o_proj", "down_proj"))}),
+    "adapted experts": SHAPE.model_copy(
+        update={
+            "family": "mixtral",
+            "mixture": Mixture(experts=4, per_token=2),
+            "lora": LowRank(rank=8, targets=("q_proj", "experts.gate_up_proj", "experts.down_proj")),
+        }
+    ),
 }
 
 
@@ -124,7 +131,7 @@ def test_generation_is_charged_the_products_that_prefill_and_decode_steps_execut
     assert terms["decode"] == pytest.approx(packed.flops, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "llama4", "adapted"])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "llama4", "adapted", "adapted experts"])
 def test_model_flops_are_what_calls_are_charged_for_but_attentions_unseen_half(name: str) -> None:
     """As in the papers that define them, half of attention's scores are not left out, and nothing is recomputed."""
     model, tokens = store(name), sum(LENGTHS)

@@ -55,6 +55,14 @@ SHAPES = {
         }
     ),
     "adapted": PLAIN.model_copy(update={"lora": LowRank(rank=24)}),
+    "adapted experts": PLAIN.model_copy(
+        update={
+            "family": "qwen3_moe",
+            "mixture": Mixture(experts=24, per_token=6),
+            "intermediate_size": 96,
+            "lora": LowRank(rank=8, targets=("all-linear",)),
+        }
+    ),
     "uneven": PLAIN.model_copy(update={"heads": 9, "kv_heads": 3}),
 }
 

@@ -4,10 +4,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from realrl.checkpoint.saved import list_checkpoints
 from realrl.plan.cluster import Cluster
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
+from realrl.runtime.export import export_models
 from realrl.testing.check import make_uniform_plan
 from realrl.testing.compare import compare_runs
 from realrl.testing.ranks import run_on_ranks
@@ -32,7 +37,15 @@ SHAPE = {
 ALGORITHMS = {
     "grpo": {"policy__kl": {"coef": 0.05}, "policy__samples": 2},
     "ppo": {"models__critic__optimizer": OPTIMIZER, "ppo__ref_ema": 0.5},
+    "grpo, adapters": {
+        "policy__samples": 2,
+        "models__actor__lora": {
+            "rank": 3,
+            "targets": ["q_proj", "experts.gate_up_proj", "experts.down_proj"],
+        },
+    },
 }
+"""Algorithm and what else tells a run apart -> settings."""
 PLANS = {
     1: [{}],
     2: [{"ep": 2, "zero": 3}, {"tp": 2, "ep": 2}],
@@ -53,14 +66,15 @@ def write_recipe(world: World, algorithm: str, directory: Path, devices: int) ->
         "models__actor__optimizer": OPTIMIZER,
         "debug__verify_reallocation": True,
     }
-    graph = build_graph(load_experiment(str(world.recipe(algorithm, directory, **changes))))
+    name = algorithm.partition(",")[0]
+    graph = build_graph(load_experiment(str(world.recipe(name, directory, **changes))))
     degrees = PLANS[devices][[*ALGORITHMS].index(algorithm) % len(PLANS[devices])]
     plan = make_uniform_plan(graph, Cluster(1, devices), micro_batch_tokens=256, **degrees)
     if devices == 2 and algorithm == "ppo":
         # Two runs of a buffer are offloaded, and copied after each update.
         plan = replace(plan, offload=("reward",), offload_optimizer=("actor", "critic"), keep=("actor",))
     plan.save(directory / "plan.yaml", graph)
-    return world.recipe(algorithm, directory, plan=str(directory / "plan.yaml"), **changes)
+    return world.recipe(name, directory, plan=str(directory / "plan.yaml"), **changes)
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +110,28 @@ def test_runs_with_divided_experts_learn_and_go_on_alike(
         )
 
 
-def test_a_run_with_divided_experts_goes_on_bit_for_bit(mixtures: World, tmp_path: Path) -> None:
-    whole, resumed = (write_recipe(mixtures, "grpo", tmp_path / name, 2) for name in ("whole", "resumed"))
+def test_adapters_of_divided_experts_are_saved_for_peft_and_merged(
+    uninterrupted: dict[str, Path], mixtures: World, tmp_path: Path
+) -> None:
+    run = uninterrupted["grpo, adapters"]
+    (merged,) = export_models(run, list_checkpoints(run)[4], ["actor"], tmp_path, merge=True)
+    row = torch.arange(1, 40)[None]
+
+    def open_theirs(path: Path | str) -> PreTrainedModel:
+        return AutoModelForCausalLM.from_pretrained(path, experts_implementation="eager")
+
+    with torch.no_grad():
+        before, found = (open_theirs(path)(row).logits for path in (mixtures.actor, merged))
+        adapted = PeftModel.from_pretrained(open_theirs(mixtures.actor), run / "final").eval()(row).logits
+    torch.testing.assert_close(found, adapted, atol=1e-5, rtol=1e-5)
+    assert (found - before).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "grpo, adapters"])
+def test_a_run_with_divided_experts_goes_on_bit_for_bit(
+    mixtures: World, tmp_path: Path, algorithm: str
+) -> None:
+    whole, resumed = (write_recipe(mixtures, algorithm, tmp_path / name, 2) for name in ("whole", "resumed"))
     run_on_ranks(2, [whole])
     interrupt(whole.parent / "run", 2, resumed.parent)
     run_on_ranks(2, [resumed])

@@ -134,6 +134,8 @@ LLAMA4 = describe(
             expert="feed_forward.experts",
             experts_gate_up="feed_forward.experts.gate_up_proj",
             experts_down="feed_forward.experts.down_proj",
+            experts="feed_forward.experts",
+            experts_misread=True,
         )
     ),
     mixture=True,

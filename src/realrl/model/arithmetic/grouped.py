@@ -3,7 +3,7 @@ its expert."""
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -168,6 +168,66 @@ def grouped_linear(
     stack: [E * M, K], a parameter or a tensor without gradient; its gradient is added to `stack.grad`.
     """
     return apply_function(_GroupedLinear, x, stack, groups, products, of_tokens)
+
+
+class _Rows(NamedTuple):
+    """How `_AddLowRank` multiplies rows."""
+
+    products: Products
+    tokens: bool
+    """Whether rows are copies of tokens, which are made for each product."""
+
+
+class _AddLowRank(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, out: Tensor, a: Tensor, b: Tensor, scale: float, groups: Groups, of: _Rows
+    ) -> Tensor:
+        rows = groups.gather(x) if of.tokens else x
+        inner = _multiply(of.products, rows, split_stack(a, groups), groups, forward=True).mul_(scale)
+        del rows
+        out += _multiply(of.products, inner, split_stack(b, groups), groups, forward=True)
+        ctx.save_for_backward(x, inner, a, b)
+        ctx.scale, ctx.groups, ctx.of = scale, groups, of
+        ctx.mark_dirty(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, None, None, None, None, None]:
+        x, inner, a, b = ctx.saved_tensors
+        groups, of = ctx.groups, ctx.of
+        need_x, _, need_a, need_b, *_ = ctx.needs_input_grad
+        grad, of_a, of_b = grad.contiguous(), split_stack(a, groups), split_stack(b, groups)
+        if need_b:
+            _add_gradients(of.products, grad, inner, of_b, groups, split_stack(find_gradient(b), groups))
+        grad_inner = _multiply(of.products, grad, of_b.transpose(1, 2), groups, forward=False).mul_(ctx.scale)
+        if need_a:
+            rows = groups.gather(x) if of.tokens else x
+            _add_gradients(of.products, grad_inner, rows, of_a, groups, split_stack(find_gradient(a), groups))
+            del rows
+        if not need_x:
+            return None, grad, None, None, None, None, None
+        grad_x = _multiply(of.products, grad_inner, of_a.transpose(1, 2), groups, forward=False)
+        return groups.sum_copies(grad_x) if of.tokens else grad_x, grad, None, None, None, None, None
+
+
+def add_low_rank(
+    out: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: float,
+    groups: Groups,
+    products: Products,
+    *,
+    of_tokens: bool = False,
+) -> Tensor:
+    """Add scale * x Aᵀ Bᵀ to the rows of `grouped_linear`, in place, with A and B of each row's group.
+
+    out: [R, M], x: as for `grouped_linear`, a: [E * rank, K], b: [E * M, rank]. The gradients of `a` and `b` are
+    added to their `grad`.
+    """
+    return apply_function(_AddLowRank, x, out, a, b, scale, groups, _Rows(products, of_tokens))
 
 
 class _AddBiases(Function):

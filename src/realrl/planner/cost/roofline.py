@@ -128,6 +128,18 @@ class Roofline:
                 weights = adapter.rows * adapter.inputs
                 seconds += self.traffic((weights + 2 * rows * adapter.rows) * self.element_bytes)
                 seconds += self.matmul(adapter.rows, adapter.rank, adapter.inputs)
+        return seconds + self.busiest * self._expert_adapters(rows)
+
+    def _expert_adapters(self, rows: Real) -> Real:
+        """Predict the seconds of the adapters of a layer's experts forward, for an even distribution of rows."""
+        if not self.sizes.expert_adapters:
+            return 0.0
+        visited, copies = self._count_visited(rows), rows * self.sizes.copies
+        seconds: Real = 0.0
+        for adapter in self.sizes.expert_adapters.values():
+            for matrix in ((adapter.rank, adapter.inputs), (adapter.rows, adapter.rank)):
+                seconds += visited * self._estimate_matmul(copies / visited, *matrix)
+            seconds += self.traffic(2 * copies * adapter.rows * self.element_bytes)
         return seconds
 
     def widen(self, matrices: Sequence[tuple[int, int]]) -> Real:
@@ -168,7 +180,11 @@ class Roofline:
         apart = self.device.cpu and self.element_bytes < 4
         own = e.apart_gradient_bytes if apart else e.gradient_bytes + self._widened
         if sizes.frozen_matrices:
-            return self.traffic(own * sum(adapter.elements for adapter in sizes.adapters))
+            trained: Real = sum(adapter.elements for adapter in sizes.adapters)
+            if sizes.expert_adapters:
+                each = sum(adapter.elements for adapter in sizes.expert_adapters.values())
+                trained = trained + self._count_visited(tokens) * each
+            return self.traffic(own * trained)
         visited = self._count_visited(tokens)
         of_experts = visited * sum(outputs * inputs for outputs, inputs in sizes.expert_shapes)
         elements = sum(outputs * inputs for outputs, inputs in sizes.matmul_shapes)

@@ -270,8 +270,11 @@ class Timing:
             operations += self.efficiency.expert_operations + 4 * self.sizes.shared_blocks
             operations += self.efficiency.expert_bias_operations * self.sizes.expert_biases
             operations += self.efficiency.expert_exchange_operations * (self.sizes.ep > 1)
-            # Without a grouped kernel, each expert has two products of its own.
-            operations += 0 if self._groups_products else 2 * own_experts
+            # Adapters of experts copy rows, multiply by A and B, scale and add.
+            adapters = len(self.sizes.expert_adapters)
+            operations += 5 * adapters
+            # Without a grouped kernel, each expert has two products of its own, and two for each adapter.
+            operations += 0 if self._groups_products else (2 + 2 * adapters) * own_experts
         return operations
 
     @property
@@ -284,7 +287,9 @@ class Timing:
         if sizes.experts:
             operations += e.expert_backward_operations + 8 * sizes.shared_blocks
             operations += e.expert_bias_backward_operations * sizes.expert_biases
-            operations += 0 if self._groups_products else 4 * (sizes.experts // sizes.ep)
+            adapters = len(sizes.expert_adapters)
+            operations += 8 * adapters
+            operations += 0 if self._groups_products else (4 + 4 * adapters) * (sizes.experts // sizes.ep)
         return operations
 
     @property

@@ -145,7 +145,8 @@ class LayerMemory:
             return self._kept_shared
         inner, gate_up = self.sizes.expert_dim, self.sizes.expert_gate_up_dim
         weighed = self.hidden if self.sizes.weighs_inputs else inner
-        rows = self._rows * (gate_up + inner + weighed + self._arrived)
+        between = sum(adapter.inner for adapter in self.sizes.expert_adapters.values())
+        rows = self._rows * (gate_up + inner + weighed + between + self._arrived)
         return rows + self._probabilities + self._choices + self._kept_shared
 
     @property
@@ -181,7 +182,14 @@ class LayerMemory:
         # A single output of a token is its sum.
         summed = mixture is not None and mixture.per_token > 1
         apart = k * self.sizes.ep / self.sizes.experts if self.cpu else 0
+        adapters = self.sizes.expert_adapters
+        up, down = adapters.get("experts_gate_up"), adapters.get("experts_down")
+        weighed = self.hidden if self.sizes.weighs_inputs else 0
+        # An adapter copies tokens again, unless they are weighed. It then makes a second product.
+        second = max(self.hidden, gate_up + weighed)
         rows = max(
+            0 if up is None else k * (self._arrived + gate_up + up.inner + second),
+            0 if down is None else k * (inner + down.inner + 2 * self.hidden),
             k * (self._arrived + self.hidden + gate_up) + apart * gate_up,
             k * (gate_up + inner),
             2 * k * self.hidden + (self.hidden if summed else 0),
@@ -291,12 +299,17 @@ class LayerMemory:
         inner, gate_up, hidden = self.sizes.expert_dim, self.sizes.expert_gate_up_dim, self.hidden
         gathered = hidden if self.strategies.sequence_parallel else 0
         k = self._rows
+        adapters = self.sizes.expert_adapters
+        # Adapters compute a gradient of their input too, which is held until the matrix's own is added.
+        of_inner = inner if "experts_down" in adapters else 0
+        of_input = hidden if "experts_gate_up" in adapters else 0
         moments = [
             # The experts' outputs at the end of the forward pass, in the order of experts and in the order of
             # tokens.
             self.bytes(tokens, 2 * k * hidden),
             # The gradients of the outputs, and of the activations that `down` multiplies.
-            self.bytes(tokens, self.stream + k * (hidden + inner)) + self._added_bytes(inner * hidden),
+            self.bytes(tokens, self.stream + k * (hidden + inner + of_inner))
+            + self._added_bytes(inner * hidden),
             # The gradients of these activations, and of gate and up. The input of `down` has been freed.
             self.bytes(tokens, self.stream + k * gate_up),
         ]
@@ -308,14 +321,14 @@ class LayerMemory:
                 self.bytes(tokens, entering + k * (hidden - inner)) + self._added_bytes(gate_up * hidden),
                 # The gradients of these inputs, times the weights, in two orders. All other tensors have been
                 # freed.
-                self.bytes(tokens, entering + k * (2 * hidden - gate_up - inner)),
+                self.bytes(tokens, entering + k * (of_input + 2 * hidden - gate_up - inner)),
             ]
         return [
             *moments,
             # The gradients of gate and up, and their gathered inputs; then the gradients of these inputs, in two
             # orders. All other tensors have been freed.
             self.bytes(tokens, entering + k * (hidden - 2 * inner)) + self._added_bytes(gate_up * hidden),
-            self.bytes(tokens, entering + k * (2 * hidden - 2 * inner)),
+            self.bytes(tokens, entering + of_input + k * (2 * hidden - 2 * inner)),
         ]
 
     def _added_bytes(self, elements: int) -> int:

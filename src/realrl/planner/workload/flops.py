@@ -1,7 +1,7 @@
 """FLOPs of calls as model FLOPs utilisation (MFU) counts them, without recomputation and other overhead."""
 
 from realrl.dataflow.call import Call, Kind
-from realrl.families.adapters import LORA_A, LORA_B
+from realrl.families.adapters import LORA_A, LORA_B, STACKS_A, STACKS_B
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
 from realrl.families.sizes import count_matrix_weights, estimate_attention_cost
@@ -76,16 +76,20 @@ def _forward(
 
 
 def count_adapter_weights(shape: ModelShape, last: int | None = None) -> int:
-    """Count the parameters of the adapters of all layers, or of the `last` layers."""
+    """Count the parameters of the adapters of all layers, or of the `last` layers, that a token passes through."""
     if shape.lora is None:
         return 0
     first = 0 if last is None else shape.layers - last
-    factors = {*LORA_A.values(), *LORA_B.values()}
-    return sum(
-        spec.numel
+    factors = {*LORA_A.values(), *LORA_B.values(), *STACKS_A.values(), *STACKS_B.values()}
+    specs = [
+        spec
         for spec in model_tensors(shape, "lm")
         if spec.parameter in factors and spec.layer is not None and spec.layer >= first
-    )
+    ]
+    mixture = shape.mixture
+    of_experts = sum(spec.numel for spec in specs if spec.expert is not None)
+    used = 0 if mixture is None else of_experts * mixture.per_token // mixture.experts
+    return sum(spec.numel for spec in specs) - of_experts + used
 
 
 def count_head_weights(shape: ModelShape, head: Head) -> int:

@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from realrl.families.adapters import LORA_A, is_adapted, list_modules
+from realrl.families.adapters import LORA_A, STACKS_A, AdaptedStack, is_adapted, list_modules
 from realrl.families.quantisation import SCALES
 from realrl.families.registry import find_layer_options, model_tensors, ties_embeddings
 from realrl.families.shape import Head, LayerOptions, ModelShape, split_kinds
@@ -177,7 +177,9 @@ class LocalSizes:
     def groups_products(self, dtype: Dtype, *, exact: bool, device: DeviceKind) -> bool:
         """Check whether one grouped kernel multiplies the rows of all experts, as `has_grouped_kernel` of the
         engine does."""
-        aligned = not any(side % _ALIGNED for matrix in self.expert_shapes for side in matrix)
+        sides = [side for matrix in self.expert_shapes for side in matrix]
+        sides += [adapter.rank for adapter in self.expert_adapters.values()]
+        aligned = not any(side % _ALIGNED for side in sides)
         return device.groups_products and dtype == "bfloat16" and not exact and aligned
 
     def runs_ahead(self, dtype: Dtype, *, exact: bool, device: DeviceKind) -> bool:
@@ -227,6 +229,21 @@ class LocalSizes:
                 _, inputs = self.matrices[matrix]
                 found.append(AdapterSizes(inputs, lora.rank, blocks, lora.dora))
         return tuple(found)
+
+    @cached_property
+    def expert_adapters(self) -> "Mapping[AdaptedStack, AdapterSizes]":
+        """Adapters of one expert's matrices."""
+        lora = self.shape.lora
+        if lora is None:
+            return {}
+        held = {spec.parameter for spec in model_tensors(self.model or self.shape, self.head)}
+        # The order of matrices is the same: gate and up, then down.
+        stacks = zip(STACKS_A, self.expert_shapes, strict=False)
+        return {
+            stack: AdapterSizes(inputs, lora.rank, (outputs,), dora=False)
+            for stack, (outputs, inputs) in stacks
+            if STACKS_A[stack] in held
+        }
 
     @property
     def frozen_matrices(self) -> bool:
