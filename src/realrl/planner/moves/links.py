@@ -8,7 +8,7 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from realrl.layout.ranges import stage_layers
+from realrl.layout.ranges import stage_layers, virtual_stage_layers
 from realrl.layout.sets import BASE, element_width
 from realrl.plan.cluster import Cluster, Links
 from realrl.plan.placement import Placement
@@ -96,6 +96,8 @@ _AT_ONCE = 1 << 16
 caches."""
 _FEW_PAIRS = 1 << 15
 """Number of new pairs of layouts that a `TransferTable` collects before it merges them into its large table."""
+_FEW_NODES = 32
+"""Number of nodes up to which bounds for interleaved layouts compare all positions of two meshes."""
 _FEW_LAYOUTS, _RECENT = 16, 4
 """Number of layouts up to which boxes are not cached, and number of cache entries for more layouts."""
 
@@ -300,6 +302,14 @@ class LinkTransfers:
     def _least(self, weights: ParameterBytes, source: Layouts, target: Layouts) -> Floats:
         """Lower bound on the seconds from each source to each target, [sources, targets]."""
         most = self._least_bytes(weights, source, target)
+        turned = [np.flatnonzero(layouts.vpp > 1) for layouts in (source, target)]
+        for rows, columns in (
+            (turned[0], np.arange(len(target.first))),
+            (np.flatnonzero(source.vpp == 1), turned[1]),
+        ):
+            if len(rows) and len(columns):
+                found = self._least_interleaved(weights, source[rows], target[columns])
+                most[np.ix_(rows, columns)] = np.maximum(most[np.ix_(rows, columns)], found)
         network = most / self._ports_of_nodes.node.max()
         source = source[np.arange(len(source.first))[:, None]]  # [sources, 1]
         stage = self._largest(weights, target)
@@ -330,6 +340,36 @@ class LinkTransfers:
                 most[:, columns] = np.maximum(most[:, columns], lacking)
             found.append(most)
         return np.concatenate(found, axis=1)[which.reshape(-1)]
+
+    def _least_interleaved(self, weights: ParameterBytes, source: Layouts, target: Layouts) -> Floats:
+        """Lower bound on the bytes of layers that enter some node, [sources, targets].
+
+        Interleaved stages have little in common with other stages. So this bound compares the layers of the nodes
+        themselves. The nodes of the source may lie before, among or after those of the target. On large clusters,
+        every node of the target may meet any node of the source.
+        """
+        sizes = np.array([*weights.layers, weights.end])
+        held, needed = (_NodeBlocks.of(layouts, self._nodes) for layouts in (source, target))
+        layers = needed.mark_layers(len(weights.layers))
+        common = held.mark_layers(len(weights.layers)) * sizes @ layers.T
+        lacking = (layers @ sizes)[needed.numbers] * needed.width
+        most = np.empty((held.numbers.shape[1], needed.numbers.shape[1]))
+        for row, numbers, width in zip(most, held.numbers.T, held.width.T, strict=True):
+            if self.cluster.nodes > _FEW_NODES:
+                kept = common[numbers].max(axis=0)[needed.numbers] * np.minimum(width.max(), needed.width)
+                row[:] = (lacking - kept).max(axis=0)
+                continue
+            nodes = np.arange(len(needed.numbers))
+            row[:] = np.inf
+            for begin in range(1 - len(numbers), len(nodes)):
+                there = (nodes >= begin) & (nodes < begin + len(numbers))
+                met = nodes[there] - begin
+                kept = common[numbers[met][:, None], needed.numbers[there]]
+                kept = kept * np.minimum(width[met][:, None], needed.width[there])
+                left = lacking.copy()
+                left[there] -= kept
+                np.minimum(row, left.max(axis=0), out=row)
+        return most[held.kind[:, None], needed.kind]
 
     def _ports(self, weights: ParameterBytes, source: Layouts, target: Layouts) -> Floats:
         """Seconds of the busiest device link inside a node."""
@@ -377,16 +417,12 @@ class LinkTransfers:
 
     def _different_boxes(self, weights: ParameterBytes, layouts: Layouts, bounds: Ints) -> Boxes:
         cuts = self._bounds(weights, int(layouts.runs.max()))
-        start, end = bounds[:-1, None], bounds[1:, None]
-        a = np.maximum(start - layouts.first, 0)
-        b = np.minimum(end - layouts.first, layouts.size) - 1
+        a, b = _find_ranks(layouts, bounds)
         present = a <= b
         stage = layouts.size // layouts.stages  # ranks of a stage
         first = np.where(present, a // stage, 0)
         last = np.where(present, b // stage, 0)
-        whole = (b - a + 1 >= layouts.parts) | (a % layouts.parts > b % layouts.parts)
-        left = np.where(whole, 0, a % layouts.parts) / layouts.parts
-        right = np.where(whole, layouts.parts, b % layouts.parts + 1) / layouts.parts
+        left, right = _find_parts(layouts, a, b)
         ends = (first == 0) | (weights.tied & (last == layouts.stages - 1))
         runs = np.arange(int(layouts.vpp.max()))[:, None, None]
         offset = np.minimum(runs, layouts.vpp - 1) * layouts.stages  # first run of all stages in each turn
@@ -512,6 +548,65 @@ def _into_empty(holding: Ints, needed: Boxes, weights: ParameterBytes) -> Floats
     )
     leaving = np.minimum(everything, weights.stack) / holding
     return np.maximum(entering, leaving)
+
+
+def _find_ranks(layouts: Layouts, bounds: Ints) -> tuple[Ints, Ints]:
+    """Find the first and the last rank of each layout in each block of devices, counted from the first rank of the
+    mesh, [blocks, layouts]. The last one is below the first one if there are none."""
+    first = np.maximum(bounds[:-1, None] - layouts.first, 0)
+    return first, np.minimum(bounds[1:, None] - layouts.first, layouts.size) - 1
+
+
+@dataclass(frozen=True)
+class _NodeBlocks:
+    """Stages that each node of a layout holds, for different kinds of layouts. Nodes are counted from the first node of
+    the mesh."""
+
+    different: Ints
+    """PP degree, virtual stages, first stage, and end of the stages of each different block, [4, different blocks]."""
+    numbers: Ints
+    """Number of each node's block in `different`, [nodes, kinds]."""
+    width: Floats
+    """Fraction of the TP dimension that each node holds, [nodes, kinds]."""
+    kind: Ints
+    """Kind of each layout."""
+
+    @classmethod
+    def of(cls, layouts: Layouts, bounds: Ints) -> "_NodeBlocks":
+        first, last = _find_ranks(layouts, bounds)
+        own = (first <= last).argmax(axis=0) + np.arange(int((first <= last).sum(axis=0).max()))[:, None]
+        first, last = (
+            np.take_along_axis(ranks, np.minimum(own, len(bounds) - 2), axis=0) for ranks in (first, last)
+        )
+        there = (first <= last) & (own < len(bounds) - 1)
+        stage = layouts.size // layouts.stages
+        begin, end = np.where(there, first // stage, 0), np.where(there, last // stage + 1, 0)
+        left, right = _find_parts(layouts, first, last)
+        width = np.where(there, right - left, 0.0)
+        pp, vpp = (np.broadcast_to(column, begin.shape) for column in (layouts.stages, layouts.vpp))
+        rows = np.stack([pp, vpp, begin, end]).reshape(4, -1)
+        different, numbers = np.unique(rows, axis=1, return_inverse=True)
+        kinds, kind = np.unique(np.vstack([numbers.reshape(begin.shape), width]), axis=1, return_inverse=True)
+        return cls(different, kinds[: len(own)].astype(np.int64), kinds[len(own) :], kind.reshape(-1))
+
+    def mark_layers(self, layers: int) -> Floats:
+        """Mark the layers of each different block with 1, [different blocks, layers + 1]. The last column stands for
+        the parameters after the layers."""
+        marks = np.zeros((self.different.shape[1], layers + 1))
+        for row, (pp, vpp, begin, end) in zip(marks, self.different.T.tolist(), strict=True):
+            for runs in virtual_stage_layers(layers, pp, vpp)[begin:end]:
+                for run in runs:
+                    row[run.start : run.stop] = 1
+            row[layers] = end == pp
+        return marks
+
+
+def _find_parts(layouts: Layouts, first: Ints, last: Ints) -> Pair:
+    """Find the fraction of the TP dimension that ranks from `first` to `last` hold, as its two ends. Ranks of several
+    stages, or of several copies, may hold everything in them."""
+    parts = layouts.parts
+    whole = (last - first + 1 >= parts) | (first % parts > last % parts)
+    return np.where(whole, 0, first % parts) / parts, np.where(whole, parts, last % parts + 1) / parts
 
 
 def _split_interleaved(pairs: Ints, source: Layouts, target: Layouts) -> tuple[Ints, Ints]:

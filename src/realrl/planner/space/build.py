@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from math import gcd
@@ -13,8 +13,9 @@ from realrl.config.errors import UserError
 from realrl.dataflow.asynchrony import overlap_all, overlap_sampling
 from realrl.dataflow.call import Call, Kind
 from realrl.families.shape import ModelShape
+from realrl.layout.limits import CHUNKS_PER_STAGE
 from realrl.layout.sets import QUANTISED
-from realrl.plan.axes import list_degrees
+from realrl.plan.axes import Degrees, list_degrees
 from realrl.plan.placement import (
     ZERO_STAGES,
     Dtype,
@@ -30,7 +31,7 @@ from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.candidate import Candidate, count_bytes_alone
 from realrl.planner.space.problem import Problem
-from realrl.planner.space.ways import Ways, add_keeping, add_offloading, drop_dominated, list_ways
+from realrl.planner.space.ways import Ways, add_keeping, add_offloading, drop_dominated, drop_idle_turns, list_ways
 from realrl.planner.workload.workload import CallWork
 from realrl.program.memory import list_sharers
 
@@ -43,6 +44,9 @@ _SMALLEST_BATCH, _LARGEST_PASS = 4096, 16384
 _SMALLEST_SHARE = 2048
 """Tokens that context-parallel ranks have at least of the longest sequence. Smaller shares do not keep a device
 busy, and the activations of such sequences fit without context parallelism."""
+_SHORTER_BUBBLE = 0.02
+"""Interleaved pipelines are candidates if they fill this share of a call's time, in which stages would wait
+otherwise."""
 _LARGEST_CONTEXT = 256
 """Largest CP degree of a candidate."""
 MANY_DEVICES = 2048
@@ -93,9 +97,11 @@ def list_strategies(
     dtypes: tuple[Dtype | None, ...] = (None,),
     contexts: tuple[int, ...] = (1,),
     experts: tuple[int, ...] = (1,),
+    virtual: tuple[int, ...] = (1,),
 ) -> Iterator[Strategy]:
     """Enumerate strategies on `size` devices. The TP degree divides `divided`, the number of devices of each
-    node. `contexts` are CP degrees, and `experts` EP degrees."""
+    node. `contexts` are CP degrees, and `experts` EP degrees. `virtual` are numbers of virtual stages of each pipeline
+    stage; each of these must have a layer."""
     allowed = {
         "cp": contexts,
         "tp": [tp for tp in range(1, min(divided, heads) + 1) if divided % tp == 0],
@@ -104,12 +110,16 @@ def list_strategies(
     for degrees in list_degrees(size, allowed, rest="dp"):
         stages = tuple(stage for stage in zero if stage == 1 or degrees.copies > 1)
         divided_experts = [ep for ep in experts if divides_experts(degrees, ep)]
-        for tokens, recomputes, stage, dtype, ep in product(
-            micro_batch_tokens, recompute, stages, dtypes, divided_experts
+        turns = [vpp for vpp in virtual if vpp == 1 or (degrees["pp"] > 1 and degrees["pp"] * vpp <= layers)]
+        for tokens, recomputes, stage, dtype, ep, vpp in product(
+            micro_batch_tokens, recompute, stages, dtypes, divided_experts, turns
         ):
+            if vpp > 1 and stage > 1:
+                continue
             yield Strategy(
                 degrees=degrees,
                 ep=ep,
+                vpp=vpp,
                 micro_batch_tokens=tokens,
                 sequence_parallel=degrees["tp"] > 1,
                 recompute=recomputes,
@@ -147,6 +157,19 @@ def list_expert_degrees(shape: ModelShape) -> tuple[int, ...]:
     return tuple(1 << n for n in doublings if shape.mixture.experts % (1 << n) == 0)
 
 
+def list_turns(kind: Kind, layers: int) -> tuple[int, ...]:
+    """Enumerate numbers of virtual stages of each pipeline stage: powers of two. Generation has one."""
+    most = 1 if kind is Kind.GENERATE else layers // 2
+    return tuple(1 << doublings for doublings in range(max(1, most.bit_length())))
+
+
+def find_bubble(work: CallWork, strategy: Strategy) -> float:
+    """Estimate the share of a call's time in which pipeline stages wait, without interleaving and with equal stages."""
+    records = work.items / work.minibatches / strategy.dp
+    most = max(records * work.per_item * work.mean / strategy.micro_batch_tokens, CHUNKS_PER_STAGE * strategy.pp)
+    return (strategy.pp - 1) / (strategy.pp - 1 + min(records, most))
+
+
 def _tidy(begin: int, nodes: int, total: int) -> bool:
     if nodes == total:
         return True
@@ -171,6 +194,8 @@ class SearchSpace:
     """CP degrees of train and inference calls. None means the degrees of `list_context_degrees`."""
     experts: tuple[int, ...] | None = None
     """EP degrees, among those of `list_expert_degrees`. None means all of these."""
+    virtual: tuple[int, ...] | None = None
+    """Numbers of virtual stages of each pipeline stage, among those of `list_turns`. None means all of these."""
     dtypes: tuple[Dtype, ...] = ()
     """Data types that parameters of calls may have in addition to the model's own. Train calls keep the model's own
     type."""
@@ -202,7 +227,10 @@ def build_problem(
         scenario = replace(scenario, graph=graph)
     builder = _Builder(scenario, search_space or SearchSpace(), apart, portions)
     plans = tuple(include)
-    candidates = {call.name: builder.candidates(call, plans) for call in graph.calls}
+    # Inference may run in the layouts of training, so candidates of training are found first.
+    calls = sorted(graph.calls, key=lambda call: call.kind is not Kind.TRAIN)
+    found = {call.name: builder.candidates(call, plans) for call in calls}
+    candidates = {call.name: found[call.name] for call in graph.calls}
     return Problem(
         graph=graph,
         cluster=spec.cluster,
@@ -225,6 +253,8 @@ class _Builder:
     """As in `Problem`."""
     portions: int = 1
     """Number of portions that the call `apart` hands on."""
+    interleaved: dict[str, set[Degrees]] = field(default_factory=dict)
+    """Degrees of the interleaved candidates of train calls, by role."""
 
     @cached_property
     def meshes(self) -> list[Mesh]:
@@ -248,6 +278,10 @@ class _Builder:
         if given is None and not any(map(self._fits, candidates)):
             # Micro-batches of one sequence are slow, but may be the only size that fits.
             candidates += self._candidates_on_meshes(call, (work.longest,))
+        if call.kind is Kind.TRAIN:
+            strategies = (candidate.placement.strategy for candidate in candidates)
+            interleaved = {strategy.all_degrees for strategy in strategies if strategy.vpp > 1}
+            self.interleaved[call.model_role] = interleaved | self.interleaved.get(call.model_role, set())
         candidates += self._given(call, list(dict.fromkeys(plan[call.name] for plan in plans)))
         return tuple(dict.fromkeys(candidates))
 
@@ -332,6 +366,8 @@ class _Builder:
             contexts = list_context_degrees(call.kind, work)
         allowed = self.search_space.experts
         experts = tuple(ep for ep in list_expert_degrees(shape) if allowed is None or ep in allowed)
+        allowed = self.search_space.virtual
+        turns = tuple(n for n in list_turns(call.kind, shape.layers) if allowed is None or n in allowed)
         for strategy in list_strategies(
             mesh.size,
             divided,
@@ -343,11 +379,21 @@ class _Builder:
             self._dtypes(call),
             contexts,
             experts,
+            turns,
         ):
             if strategy.dp * least > work.items // work.minibatches or (model.exact and strategy.tp > 1):
                 continue
+            if strategy.vpp > 1 and not self._interleaves(call, strategy, work):
+                continue
             if call.kind is not Kind.GENERATE or self._can_decode(call, strategy):
                 yield strategy
+
+    def _interleaves(self, call: Call, strategy: Strategy, work: CallWork) -> bool:
+        """Check whether an interleaved strategy may be worth it: if it shortens a considerable bubble, or if inference
+        finds its role's parameters in this layout."""
+        if call.kind is Kind.INFERENCE and call.model_role in self.interleaved:
+            return strategy.all_degrees in self.interleaved[call.model_role]
+        return find_bubble(work, strategy) * (1 - 1 / strategy.vpp) > _SHORTER_BUBBLE
 
     def _can_decode(self, call: Call, strategy: Strategy) -> bool:
         """Check whether generation can have a strategy, and whether this strategy may be worth it. Ranks of a TP
@@ -371,6 +417,8 @@ class _Builder:
         limit = self.scenario.memory.capacity(first)
         needed = count_bytes_alone(ways, is_home=True)
         fitting = ways[needed <= limit]
+        if call.kind is Kind.TRAIN or call.model_role not in self.interleaved:
+            fitting = drop_idle_turns(fitting, needed[needed <= limit])
         if not len(fitting):
             # The error message describes the way with the smallest shortage.
             return ways[np.argsort(needed, kind="stable")[:1]]

@@ -15,6 +15,8 @@ from realrl.program.arrays import Floats
 from realrl.program.memory import StoredModel
 from realrl.program.order import changed_sets
 
+_WORTH_INTERLEAVING = 0.02
+"""An interleaved pipeline with more turns must save this fraction of a call's time."""
 _WORTH_OFFLOADING = 0.05
 """State that takes less than this fraction of device memory is not offloaded."""
 
@@ -61,6 +63,25 @@ def drop_dominated(ways: Ways) -> Ways:
     loaded = [np.where(ways.offload, column, 0.0) for column in moving]
     held = [ways.resident_bytes, ways.working_bytes, ways.weights_bytes, -ways.base_bytes, ways.host_bytes]
     return ways[find_undominated(np.array(layouts), [ways.seconds, ways.capture_seconds, *held, *loaded])]
+
+
+def drop_idle_turns(ways: Ways, needed: Floats) -> Ways:
+    """Drop interleaved ways that are hardly faster than some way with fewer turns that needs no more memory. All ways
+    must be for one mesh; `needed` has their bytes.
+
+    This is a heuristic: the way with fewer turns may have another layout. But layouts only differ in the time of
+    reallocations, and more turns do not make these shorter: generation has none.
+    """
+    vpp = np.array([strategy.vpp for strategy in ways.strategies])
+    order = np.argsort(needed, kind="stable")
+    kept = vpp == 1
+    for turns in np.unique(vpp[~kept]).tolist():
+        fewer, same = order[vpp[order] < turns], np.flatnonzero(vpp == turns)
+        # Least seconds of ways with fewer turns that need at most as many bytes as the first, second, ... of them.
+        least = np.minimum.accumulate(np.append(np.inf, ways.seconds[fewer]))
+        place = np.searchsorted(needed[fewer], needed[same], side="right")
+        kept[same] = ways.seconds[same] < (1 - _WORTH_INTERLEAVING) * least[place]
+    return ways[kept]
 
 
 def list_ways(scenario: Scenario, call: Call, placements: Sequence[Placement], *, shares: bool) -> Ways:
