@@ -142,7 +142,9 @@ class Activations:
         counts = [kind.count(stages, within=differentiated) for kind in self.sizes.kinds]
         # A pass, and all passes whose activations the stage keeps.
         each = self.kept(tokens, [count // vpp for count in counts])
-        flying_layers = [kind.count_flying(stages, chunks, within=differentiated) for kind in self.sizes.kinds]
+        flying_layers = [
+            kind.count_flying(stages, chunks, within=differentiated) for kind in self.sizes.kinds
+        ]
         every = self.kept(tokens, flying_layers, passes=flying)
         # Recomputation holds a whole layer. This counts the layer's input twice, in place of its output, which
         # torch holds although nothing reads it.
@@ -181,7 +183,9 @@ class Activations:
             }
             ends = [kind.end_stages(self.strategies.stages) for kind in self.sizes.kinds]
             fewer = [count - end for count, end in zip(counts, ends, strict=True)]
-            one_less = each - self.kept(tokens, fewer)  # without interleaving, a pass has all layers of the stage
+            one_less = each - self.kept(
+                tokens, fewer
+            )  # without interleaving, a pass has all layers of the stage
             second = {
                 "activations": all_kept - one_less,
                 GATHERED: gathered.later_layer_backward(last_stage=last_stage, layers=layers),
@@ -274,7 +278,11 @@ class Activations:
 
     def _expected(self, tokens: Real, stage: Ints, later: Ints) -> Ints:
         """Bytes of the buffer in which a stage receives its next micro-batch, if `later` passes remain."""
-        return np.where(((stage > 0) | (self.strategies.vpp > 1)) & (later > 0), self.layer.bytes(tokens, self.layer.stream), 0)
+        return np.where(
+            ((stage > 0) | (self.strategies.vpp > 1)) & (later > 0),
+            self.layer.bytes(tokens, self.layer.stream),
+            0,
+        )
 
     def _shared(self, tokens: Real) -> Ints:
         """Bytes shared by all layers: rotary tables, and indices of padded heads."""

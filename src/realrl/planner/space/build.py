@@ -13,7 +13,6 @@ from realrl.config.errors import UserError
 from realrl.dataflow.asynchrony import overlap_all, overlap_sampling
 from realrl.dataflow.call import Call, Kind
 from realrl.families.shape import ModelShape
-from realrl.layout.limits import CHUNKS_PER_STAGE
 from realrl.layout.sets import QUANTISED
 from realrl.plan.axes import Degrees, list_degrees
 from realrl.plan.placement import (
@@ -31,7 +30,17 @@ from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.candidate import Candidate, count_bytes_alone
 from realrl.planner.space.problem import Problem
-from realrl.planner.space.ways import Ways, add_keeping, add_offloading, drop_dominated, drop_idle_turns, list_ways
+from realrl.planner.space.ways import (
+    WORTH_INTERLEAVING,
+    Ways,
+    add_keeping,
+    add_offloading,
+    drop_dominated,
+    drop_idle_turns,
+    find_least,
+    list_ways,
+)
+from realrl.planner.workload.batching import estimate_saving
 from realrl.planner.workload.workload import CallWork
 from realrl.program.memory import list_sharers
 
@@ -44,9 +53,6 @@ _SMALLEST_BATCH, _LARGEST_PASS = 4096, 16384
 _SMALLEST_SHARE = 2048
 """Tokens that context-parallel ranks have at least of the longest sequence. Smaller shares do not keep a device
 busy, and the activations of such sequences fit without context parallelism."""
-_SHORTER_BUBBLE = 0.02
-"""Interleaved pipelines are candidates if they fill this share of a call's time, in which stages would wait
-otherwise."""
 _LARGEST_CONTEXT = 256
 """Largest CP degree of a candidate."""
 MANY_DEVICES = 2048
@@ -97,11 +103,9 @@ def list_strategies(
     dtypes: tuple[Dtype | None, ...] = (None,),
     contexts: tuple[int, ...] = (1,),
     experts: tuple[int, ...] = (1,),
-    virtual: tuple[int, ...] = (1,),
 ) -> Iterator[Strategy]:
     """Enumerate strategies on `size` devices. The TP degree divides `divided`, the number of devices of each
-    node. `contexts` are CP degrees, and `experts` EP degrees. `virtual` are numbers of virtual stages of each pipeline
-    stage; each of these must have a layer."""
+    node. `contexts` are CP degrees, and `experts` EP degrees."""
     allowed = {
         "cp": contexts,
         "tp": [tp for tp in range(1, min(divided, heads) + 1) if divided % tp == 0],
@@ -110,16 +114,12 @@ def list_strategies(
     for degrees in list_degrees(size, allowed, rest="dp"):
         stages = tuple(stage for stage in zero if stage == 1 or degrees.copies > 1)
         divided_experts = [ep for ep in experts if divides_experts(degrees, ep)]
-        turns = [vpp for vpp in virtual if vpp == 1 or (degrees["pp"] > 1 and degrees["pp"] * vpp <= layers)]
-        for tokens, recomputes, stage, dtype, ep, vpp in product(
-            micro_batch_tokens, recompute, stages, dtypes, divided_experts, turns
+        for tokens, recomputes, stage, dtype, ep in product(
+            micro_batch_tokens, recompute, stages, dtypes, divided_experts
         ):
-            if vpp > 1 and stage > 1:
-                continue
             yield Strategy(
                 degrees=degrees,
                 ep=ep,
-                vpp=vpp,
                 micro_batch_tokens=tokens,
                 sequence_parallel=degrees["tp"] > 1,
                 recompute=recomputes,
@@ -161,13 +161,6 @@ def list_turns(kind: Kind, layers: int) -> tuple[int, ...]:
     """Enumerate numbers of virtual stages of each pipeline stage: powers of two. Generation has one."""
     most = 1 if kind is Kind.GENERATE else layers // 2
     return tuple(1 << doublings for doublings in range(max(1, most.bit_length())))
-
-
-def find_bubble(work: CallWork, strategy: Strategy) -> float:
-    """Estimate the share of a call's time in which pipeline stages wait, without interleaving and with equal stages."""
-    records = work.items / work.minibatches / strategy.dp
-    most = max(records * work.per_item * work.mean / strategy.micro_batch_tokens, CHUNKS_PER_STAGE * strategy.pp)
-    return (strategy.pp - 1) / (strategy.pp - 1 + min(records, most))
 
 
 def _tidy(begin: int, nodes: int, total: int) -> bool:
@@ -253,8 +246,8 @@ class _Builder:
     """As in `Problem`."""
     portions: int = 1
     """Number of portions that the call `apart` hands on."""
-    interleaved: dict[str, set[Degrees]] = field(default_factory=dict)
-    """Degrees of the interleaved candidates of train calls, by role."""
+    interleaved: dict[str, set[tuple[Degrees, int, int]]] = field(default_factory=dict)
+    """Degrees, EP degree and virtual stages of the interleaved candidates of train calls, by role."""
 
     @cached_property
     def meshes(self) -> list[Mesh]:
@@ -279,9 +272,9 @@ class _Builder:
             # Micro-batches of one sequence are slow, but may be the only size that fits.
             candidates += self._candidates_on_meshes(call, (work.longest,))
         if call.kind is Kind.TRAIN:
+            known = self.interleaved.setdefault(call.model_role, set())
             strategies = (candidate.placement.strategy for candidate in candidates)
-            interleaved = {strategy.all_degrees for strategy in strategies if strategy.vpp > 1}
-            self.interleaved[call.model_role] = interleaved | self.interleaved.get(call.model_role, set())
+            known.update((of.degrees, of.ep, of.vpp) for of in strategies if of.vpp > 1)
         candidates += self._given(call, list(dict.fromkeys(plan[call.name] for plan in plans)))
         return tuple(dict.fromkeys(candidates))
 
@@ -341,6 +334,15 @@ class _Builder:
             placements = [placement for _, placement in every]
             ways = list_ways(self.scenario, call, placements, shares=self._shares(call))
             number = np.array([number for number, _ in every])
+            more = [
+                (i, Placement(alike[0], strategy))
+                for i, alike in enumerate(sites.values())
+                for strategy in self._interleave(call, ways[number == i], alike[0].first)
+            ]
+            if more:
+                placements = [placement for _, placement in more]
+                ways = Ways.join(ways, list_ways(self.scenario, call, placements, shares=self._shares(call)))
+                number = np.append(number, [i for i, _ in more])
             for i, meshes in enumerate(sites.values()):
                 chosen = self._choose(call, ways[number == i], meshes[0].first)
                 candidates += chosen.candidates(meshes)
@@ -366,8 +368,6 @@ class _Builder:
             contexts = list_context_degrees(call.kind, work)
         allowed = self.search_space.experts
         experts = tuple(ep for ep in list_expert_degrees(shape) if allowed is None or ep in allowed)
-        allowed = self.search_space.virtual
-        turns = tuple(n for n in list_turns(call.kind, shape.layers) if allowed is None or n in allowed)
         for strategy in list_strategies(
             mesh.size,
             divided,
@@ -379,21 +379,36 @@ class _Builder:
             self._dtypes(call),
             contexts,
             experts,
-            turns,
         ):
             if strategy.dp * least > work.items // work.minibatches or (model.exact and strategy.tp > 1):
-                continue
-            if strategy.vpp > 1 and not self._interleaves(call, strategy, work):
                 continue
             if call.kind is not Kind.GENERATE or self._can_decode(call, strategy):
                 yield strategy
 
-    def _interleaves(self, call: Call, strategy: Strategy, work: CallWork) -> bool:
-        """Check whether an interleaved strategy may be worth it: if it shortens a considerable bubble, or if inference
-        finds its role's parameters in this layout."""
-        if call.kind is Kind.INFERENCE and call.model_role in self.interleaved:
-            return strategy.all_degrees in self.interleaved[call.model_role]
-        return find_bubble(work, strategy) * (1 - 1 / strategy.vpp) > _SHORTER_BUBBLE
+    def _interleave(self, call: Call, ways: Ways, first: int) -> list[Strategy]:
+        """List interleaved variants of the strategies of a call on a mesh that may be worth it: because they save time,
+        or because inference finds its role's parameters in this layout."""
+        shape, allowed = self.scenario.models[call.model_role].shape, self.search_space.virtual
+        turns = [n for n in list_turns(call.kind, shape.layers) if allowed is None or n in allowed]
+        needed = count_bytes_alone(ways, is_home=True)
+        fitting = needed <= self.scenario.memory.capacity(first)
+        ways, needed = ways[fitting], needed[fitting]
+        work, known = self.scenario.workload.work(call), self.interleaved.get(call.model_role)
+        columns = zip(ways.strategies, ways.seconds.tolist(), find_least(ways.seconds, needed), strict=True)
+        found = []
+        for strategy, seconds, least in columns:
+            most = shape.layers // strategy.pp if strategy.pp > 1 and strategy.zero == 1 else 1
+            for vpp in turns:
+                if not 1 < vpp <= most:
+                    continue
+                if call.kind is Kind.INFERENCE and known is not None:
+                    worth = (strategy.degrees, strategy.ep, vpp) in known
+                else:
+                    saved = estimate_saving(work, strategy, vpp)
+                    worth = seconds * (1 - saved) < (1 - WORTH_INTERLEAVING[call.kind]) * least
+                if worth:
+                    found.append(strategy.with_degrees(vpp=vpp))
+        return found
 
     def _can_decode(self, call: Call, strategy: Strategy) -> bool:
         """Check whether generation can have a strategy, and whether this strategy may be worth it. Ranks of a TP
@@ -418,7 +433,7 @@ class _Builder:
         needed = count_bytes_alone(ways, is_home=True)
         fitting = ways[needed <= limit]
         if call.kind is Kind.TRAIN or call.model_role not in self.interleaved:
-            fitting = drop_idle_turns(fitting, needed[needed <= limit])
+            fitting = drop_idle_turns(call.kind, fitting, needed[needed <= limit])
         if not len(fitting):
             # The error message describes the way with the smallest shortage.
             return ways[np.argsort(needed, kind="stable")[:1]]

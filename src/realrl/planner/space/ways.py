@@ -15,8 +15,9 @@ from realrl.program.arrays import Floats
 from realrl.program.memory import StoredModel
 from realrl.program.order import changed_sets
 
-_WORTH_INTERLEAVING = 0.02
-"""An interleaved pipeline with more turns must save this fraction of a call's time."""
+WORTH_INTERLEAVING = {Kind.GENERATE: 1.0, Kind.INFERENCE: 0.1, Kind.TRAIN: 0.02}
+"""An interleaved pipeline with more turns must save this fraction of a call's time. Inference is a small part of a
+step."""
 _WORTH_OFFLOADING = 0.05
 """State that takes less than this fraction of device memory is not offloaded."""
 
@@ -65,7 +66,7 @@ def drop_dominated(ways: Ways) -> Ways:
     return ways[find_undominated(np.array(layouts), [ways.seconds, ways.capture_seconds, *held, *loaded])]
 
 
-def drop_idle_turns(ways: Ways, needed: Floats) -> Ways:
+def drop_idle_turns(kind: Kind, ways: Ways, needed: Floats) -> Ways:
     """Drop interleaved ways that are hardly faster than some way with fewer turns that needs no more memory. All ways
     must be for one mesh; `needed` has their bytes.
 
@@ -73,15 +74,22 @@ def drop_idle_turns(ways: Ways, needed: Floats) -> Ways:
     reallocations, and more turns do not make these shorter: generation has none.
     """
     vpp = np.array([strategy.vpp for strategy in ways.strategies])
-    order = np.argsort(needed, kind="stable")
     kept = vpp == 1
     for turns in np.unique(vpp[~kept]).tolist():
-        fewer, same = order[vpp[order] < turns], np.flatnonzero(vpp == turns)
-        # Least seconds of ways with fewer turns that need at most as many bytes as the first, second, ... of them.
-        least = np.minimum.accumulate(np.append(np.inf, ways.seconds[fewer]))
-        place = np.searchsorted(needed[fewer], needed[same], side="right")
-        kept[same] = ways.seconds[same] < (1 - _WORTH_INTERLEAVING) * least[place]
+        fewer, same = vpp < turns, vpp == turns
+        least = find_least(ways.seconds[fewer], needed[fewer], needed[same])
+        kept[same] = ways.seconds[same] < (1 - WORTH_INTERLEAVING[kind]) * least
     return ways[kept]
+
+
+def find_least(seconds: Floats, needed: Floats, limits: Floats | None = None) -> Floats:
+    """Find the least seconds of all ways that need at most some bytes, for each of `limits`, or for the bytes that each
+    way needs. They are infinite if no way needs so little."""
+    order = np.argsort(needed, kind="stable")
+    least = np.minimum.accumulate(np.append(np.inf, seconds[order]))
+    return np.asarray(
+        least[np.searchsorted(needed[order], needed if limits is None else limits, side="right")]
+    )
 
 
 def list_ways(scenario: Scenario, call: Call, placements: Sequence[Placement], *, shares: bool) -> Ways:
