@@ -206,8 +206,9 @@ class Activations:
         return choose(alone, without, _peak(*moments))
 
     def kept(self, tokens: Real, layers: Sequence[Ints], passes: Real = 1) -> Ints:
-        """Compute the bytes that some passes of micro-batches keep for their backward passes. With recomputation, they
-        keep only each layer's input. `layers`: the number of layers of each kind, in all of the passes together."""
+        """Compute the bytes that some passes of micro-batches keep for their backward passes. With recomputation,
+        they keep only each layer's input. `layers`: the number of layers of each kind, in all of the passes
+        together."""
         numbers = sum(
             count * np.where(self.strategies.recompute, own.stream, own.kept)
             for count, own in zip(layers, self.by_kind, strict=True)

@@ -460,8 +460,8 @@ class LinkTransfers:
         return self._stages[weights, vpp]
 
     def _bounds(self, weights: ParameterBytes, most: int) -> Floats:
-        """Return a table of the byte offsets at which runs of layers begin, [number of runs, run]. The entry after the
-        last run is the end of this run. A stage without virtual stages has one run."""
+        """Return a table of the byte offsets at which runs of layers begin, [number of runs, run]. The entry
+        after the last run is the end of this run. A stage without virtual stages has one run."""
         if weights not in self._cuts or len(self._cuts[weights]) <= most:
             most = min(max(most, self.cluster.size), len(weights.layers))
             table = np.zeros((most + 1, most + 1))
@@ -559,11 +559,12 @@ def _find_ranks(layouts: Layouts, bounds: Ints) -> tuple[Ints, Ints]:
 
 @dataclass(frozen=True)
 class _NodeBlocks:
-    """Stages that each node of a layout holds, for different kinds of layouts. Nodes are counted from the first node of
-    the mesh."""
+    """Stages that each node of a layout holds, for different kinds of layouts. Nodes are counted from the first
+    node of the mesh."""
 
     different: Ints
-    """PP degree, virtual stages, first stage, and end of the stages of each different block, [4, different blocks]."""
+    """PP degree, virtual stages, first stage, and end of the stages of each different block, [4, different
+    blocks]."""
     numbers: Ints
     """Number of each node's block in `different`, [nodes, kinds]."""
     width: Floats
@@ -590,8 +591,8 @@ class _NodeBlocks:
         return cls(different, kinds[: len(own)].astype(np.int64), kinds[len(own) :], kind.reshape(-1))
 
     def mark_layers(self, layers: int) -> Floats:
-        """Mark the layers of each different block with 1, [different blocks, layers + 1]. The last column stands for
-        the parameters after the layers."""
+        """Mark the layers of each different block with 1, [different blocks, layers + 1]. The last column stands
+        for the parameters after the layers."""
         marks = np.zeros((self.different.shape[1], layers + 1))
         for row, (pp, vpp, begin, end) in zip(marks, self.different.T.tolist(), strict=True):
             for runs in virtual_stage_layers(layers, pp, vpp)[begin:end]:
@@ -602,8 +603,8 @@ class _NodeBlocks:
 
 
 def _find_parts(layouts: Layouts, first: Ints, last: Ints) -> Pair:
-    """Find the fraction of the TP dimension that ranks from `first` to `last` hold, as its two ends. Ranks of several
-    stages, or of several copies, may hold everything in them."""
+    """Find the fraction of the TP dimension that ranks from `first` to `last` hold, as its two ends. Ranks of
+    several stages, or of several copies, may hold everything in them."""
     parts = layouts.parts
     whole = (last - first + 1 >= parts) | (first % parts > last % parts)
     return np.where(whole, 0, first % parts) / parts, np.where(whole, parts, last % parts + 1) / parts

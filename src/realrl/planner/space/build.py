@@ -386,8 +386,8 @@ class _Builder:
                 yield strategy
 
     def _interleave(self, call: Call, ways: Ways, first: int) -> list[Strategy]:
-        """List interleaved variants of the strategies of a call on a mesh that may be worth it: because they save time,
-        or because inference finds its role's parameters in this layout."""
+        """List interleaved variants of the strategies of a call on a mesh that may be worth it: because they save
+        time, or because inference finds its role's parameters in this layout."""
         shape, allowed = self.scenario.models[call.model_role].shape, self.search_space.virtual
         turns = [n for n in list_turns(call.kind, shape.layers) if allowed is None or n in allowed]
         needed = count_bytes_alone(ways, is_home=True)

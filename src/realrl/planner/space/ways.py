@@ -67,8 +67,8 @@ def drop_dominated(ways: Ways) -> Ways:
 
 
 def drop_idle_turns(kind: Kind, ways: Ways, needed: Floats) -> Ways:
-    """Drop interleaved ways that are hardly faster than some way with fewer turns that needs no more memory. All ways
-    must be for one mesh; `needed` has their bytes.
+    """Drop interleaved ways that are hardly faster than some way with fewer turns that needs no more memory. All
+    ways must be for one mesh; `needed` has their bytes.
 
     This is a heuristic: the way with fewer turns may have another layout. But layouts only differ in the time of
     reallocations, and more turns do not make these shorter: generation has none.
@@ -83,8 +83,8 @@ def drop_idle_turns(kind: Kind, ways: Ways, needed: Floats) -> Ways:
 
 
 def find_least(seconds: Floats, needed: Floats, limits: Floats | None = None) -> Floats:
-    """Find the least seconds of all ways that need at most some bytes, for each of `limits`, or for the bytes that each
-    way needs. They are infinite if no way needs so little."""
+    """Find the least seconds of all ways that need at most some bytes, for each of `limits`, or for the bytes
+    that each way needs. They are infinite if no way needs so little."""
     order = np.argsort(needed, kind="stable")
     least = np.minimum.accumulate(np.append(np.inf, seconds[order]))
     return np.asarray(

@@ -422,8 +422,8 @@ class KindSizes:
         return stages.tabulate(lambda pp, vpp: _count_on_stages(layers, of_model, pp, vpp))
 
     def count_flying(self, stages: Stages, micro_batches: Ints, *, within: range) -> Ints:
-        """Count these layers, as far as they are in a range, in all passes whose activations a pipeline stage keeps at
-        a time (`Stages.count_flying_layers`)."""
+        """Count these layers, as far as they are in a range, in all passes whose activations a pipeline stage
+        keeps at a time (`Stages.count_flying_layers`)."""
         return stages.count_flying_layers(micro_batches, self.list_within(within), self.sizes.shape.layers)
 
     def list_within(self, within: range | None) -> tuple[int, ...]:

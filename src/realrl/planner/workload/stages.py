@@ -52,9 +52,9 @@ class Stages:
         """Compute the seconds in which the slowest stage of each strategy is idle, if messages take no time.
 
         `seconds`: time of a micro-batch on each stage, in all turns, [stages, strategies]. It may be the time of
-        its forward pass, or of its forward and backward pass. The first micro-batch reaches the last stage, and the
-        last one leaves it, in the turns of one run of layers each. If the micro-batches are fewer than the stages, the
-        slowest stage also waits for the first one of them to come round in every other turn.
+        its forward pass, or of its forward and backward pass. The first micro-batch reaches the last stage, and
+        the last one leaves it, in the turns of one run of layers each. If the micro-batches are fewer than the
+        stages, the slowest stage also waits for the first one of them to come round in every other turn.
         """
         whole, slowest = seconds.sum(axis=0), seconds.max(axis=0)
         turned = (self.vpp - 1) / self.vpp * np.maximum(0.0, whole - micro_batches * slowest)
@@ -83,8 +83,9 @@ class Stages:
         """Count the messages that a stage waits for in a training step, if it posts each receive when it needs the
         message. Then nothing hides a transfer.
 
-        A stage waits for two messages per pass, and for those of the first and the last micro-batch between all other
-        stages. If the micro-batches are fewer than the stages, a turn still takes as many messages as there are stages.
+        A stage waits for two messages per pass, and for those of the first and the last micro-batch between all
+        other stages. If the micro-batches are fewer than the stages, a turn still takes as many messages as there
+        are stages.
         """
         turns = (self.vpp - 1) * np.maximum(micro_batches, self.pp)
         return 2 * (micro_batches + turns + self.pp - 1)
@@ -136,9 +137,9 @@ def count_within(layers: Sequence[int], run: range) -> int:
 def _find_most_kept(micro_batches: int, pp: int, stage: int, sizes: tuple[int, ...]) -> int:
     """Find the most that an interleaved stage keeps at a time. `sizes`: what a pass of each turn keeps.
 
-    Micro-batches come in groups. The passes are ordered by group, turn and micro-batch, and backward passes go through
-    the turns of a group from the last to the first. After some forward passes at the start, the stage alternates
-    between forward and backward passes.
+    Micro-batches come in groups. The passes are ordered by group, turn and micro-batch, and backward passes go
+    through the turns of a group from the last to the first. After some forward passes at the start, the stage
+    alternates between forward and backward passes.
     """
     count = max(1, micro_batches // pp)
     least, larger = divmod(micro_batches, count)
