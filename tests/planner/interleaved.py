@@ -77,7 +77,7 @@ def run_schedule(
 
 
 def count_most(micro_batches: int, pp: int, stage: int, sizes: Sequence[int]) -> int:
-    """Count the most that a stage keeps between forward and backward passes, if a pass of each turn keeps `sizes`."""
+    """Count the most that a stage keeps at a time. `sizes`: what a pass of each turn keeps."""
     held = most = 0
     for one in list_passes(micro_batches, pp, len(sizes), stage):
         held += sizes[one.turn] if one.kind == "F" else -sizes[one.turn]

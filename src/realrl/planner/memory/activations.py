@@ -183,9 +183,8 @@ class Activations:
             }
             ends = [kind.end_stages(self.strategies.stages) for kind in self.sizes.kinds]
             fewer = [count - end for count, end in zip(counts, ends, strict=True)]
-            one_less = each - self.kept(
-                tokens, fewer
-            )  # without interleaving, a pass has all layers of the stage
+            # No such pipeline is interleaved, so a pass has all layers of the stage.
+            one_less = each - self.kept(tokens, fewer)
             second = {
                 "activations": all_kept - one_less,
                 GATHERED: gathered.later_layer_backward(last_stage=last_stage, layers=layers),

@@ -15,7 +15,7 @@ from realrl.program.arrays import Floats
 from realrl.program.memory import StoredModel
 from realrl.program.order import changed_sets
 
-WORTH_INTERLEAVING = {Kind.GENERATE: 1.0, Kind.INFERENCE: 0.1, Kind.TRAIN: 0.02}
+WORTH_INTERLEAVING = {Kind.INFERENCE: 0.1, Kind.TRAIN: 0.02}
 """An interleaved pipeline with more turns must save this fraction of a call's time. Inference is a small part of a
 step."""
 _WORTH_OFFLOADING = 0.05
@@ -70,8 +70,8 @@ def drop_idle_turns(kind: Kind, ways: Ways, needed: Floats) -> Ways:
     """Drop interleaved ways that are hardly faster than some way with fewer turns that needs no more memory. All
     ways must be for one mesh; `needed` has their bytes.
 
-    This is a heuristic: the way with fewer turns may have another layout. But layouts only differ in the time of
-    reallocations, and more turns do not make these shorter: generation has none.
+    This is a heuristic, because the way with fewer turns may have another layout. But more turns make no
+    reallocation shorter, because calls that generate are not interleaved.
     """
     vpp = np.array([strategy.vpp for strategy in ways.strategies])
     kept = vpp == 1

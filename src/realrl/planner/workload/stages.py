@@ -30,10 +30,9 @@ class Stages:
 
         `of(pp, vpp)` returns the numbers of all stages of a pipeline.
         """
-        codes = self.pp << 32 | self.vpp
-        different, first, where = np.unique(codes, return_index=True, return_inverse=True)
+        different, where = self._different
         table = np.zeros((len(different), int(self.pp.max())), dtype=np.int64)
-        for row, pp, vpp in zip(table, self.pp[first].tolist(), self.vpp[first].tolist(), strict=True):
+        for row, (pp, vpp) in zip(table, different, strict=True):
             row[:pp] = of(pp, vpp)
         return table[where].T
 
@@ -42,6 +41,12 @@ class Stages:
         return self.tabulate(
             lambda pp, vpp: [sum(map(len, runs)) for runs in virtual_stage_layers(layers, pp, vpp)]
         )
+
+    @cached_property
+    def _different(self) -> tuple[list[tuple[int, int]], Ints]:
+        """List the different pipelines, and find the number of each strategy's pipeline."""
+        _, first, where = np.unique(self.pp << 32 | self.vpp, return_index=True, return_inverse=True)
+        return [*zip(self.pp[first].tolist(), self.vpp[first].tolist(), strict=True)], where
 
     @cached_property
     def interleaved(self) -> bool:
