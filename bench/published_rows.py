@@ -4,12 +4,13 @@
 The cost model predicts each row with its default constants, under the row's own strategy, on the row's own
 devices:
 
-train: a train call under the stage of ZeRO that the source runs (`zero`). FSDP that reshards parameters after
-the forward pass is stage 3; FSDP that keeps them is stage 2. `recompute` is the part of a forward pass that
-checkpointing repeats; the prediction averages times with and without recomputation. `virtual_stages` divides
-the pipeline bubble, as its interleaved schedule does (arXiv 2104.04473, section 2.2); the planner's schedule
-is not interleaved. `balanced` says that the source forces tokens to use all experts equally. `fused_sinks` says
-that the source has a fused kernel of attention with sinks; this engine stores scores in memory instead.
+train: a train call under the stage of ZeRO that the source runs (`zero`). FSDP that reshards parameters
+after the forward pass is stage 3; FSDP that keeps them is stage 2. `recompute` is the part of a forward
+pass that checkpointing repeats; the prediction averages times with and without recomputation.
+`virtual_stages` are those of each pipeline stage (arXiv 2104.04473, section 2.2). If the row has ZeRO above
+stage 1, or more virtual stages than layers, the engine has no such plan, and they only divide the bubble.
+`balanced` says that the source forces tokens to use all experts equally. `fused_sinks` says that the source
+has a fused kernel of attention with sinks; this engine stores scores in memory instead.
 generate: a generate call. As many rows are admitted as memory holds at their full lengths. Requests have one
 length unless the row says that their lengths vary around a published mean (`varied`).
 grpo: a step of GRPO under a plan with the source's layouts, as the planner simulates it in steady state.
@@ -117,11 +118,18 @@ class Row:
         """Place the row's strategy of training, or of its only call, on its devices."""
         r = self.of
         strategy = Strategy(
-            dp=r["dp"], cp=r.get("cp", 1), tp=r["tp"], pp=r["pp"], ep=r.get("ep", 1), micro_batch_tokens=tokens,
-            recompute=recompute,
+            dp=r["dp"], cp=r.get("cp", 1), tp=r["tp"], pp=r["pp"], ep=r.get("ep", 1), vpp=self.vpp,
+            micro_batch_tokens=tokens, recompute=recompute,
             sequence_parallel=r.get("sequence_parallel", False), zero=r.get("zero", 1),
         )  # fmt: skip
         return Placement(self.mesh("train_on"), strategy)
+
+    @property
+    def vpp(self) -> int:
+        """Virtual stages of each pipeline stage. 1 if the engine cannot divide the layers like the source."""
+        r = self.of
+        turns = r.get("virtual_stages", 1)
+        return turns if r.get("zero", 1) == 1 and r["pp"] * turns <= self.shape.layers else 1
 
     def place_generation(self, tokens: int) -> Placement:
         """Place replicas of the row's tensor-parallel degree of generation on its devices."""
@@ -164,7 +172,7 @@ def predict_training(row: Row) -> Prediction:
     r = row.of
     workload = Workload(r["sequences"], (r["sequence"],))
     terms = _mix(row, TRAIN, workload, r["micro_batch"])
-    terms["bubble"] /= r.get("virtual_stages", 1)
+    terms["bubble"] /= r.get("virtual_stages", 1) / row.vpp
     seconds = sum(terms.values())
     devices = row.spec.size
     if r["unit"] == "MFU":

@@ -159,11 +159,15 @@ def strategy_table(
                         cp = 2 if dp % 4 == 2 and recompute else 1
                         ep = 2 if dp % 4 == 0 and not recompute and call.kind is not Kind.GENERATE else 1
                         ep = ep if divides_experts(Degrees.of({"dp": dp, "tp": tp}), ep) else 1
-                        strategy = Strategy(
+                        plain = Strategy(
                             dp=dp // cp, cp=cp, tp=tp, pp=pp, ep=ep, recompute=recompute, dtype=dtype
                         )
-                        found = _cost_candidate(call, parameters, Placement(mesh, strategy), offload, trained)
-                        candidates += [found, replace(found, keep=True)] if keeps else [found]
+                        interleaves = 1 < pp <= 4 and not (recompute or offload)
+                        several = interleaves and call.kind is not Kind.GENERATE
+                        for vpp in (1, 2) if several else (1,):
+                            place = Placement(mesh, plain.with_degrees(vpp=vpp))
+                            found = _cost_candidate(call, parameters, place, offload, trained)
+                            candidates += [found, replace(found, keep=True)] if keeps else [found]
     return candidates
 
 
@@ -174,13 +178,13 @@ def _cost_candidate(
     part = parameters / (s.tp * s.pp)
     weights = 2 * part / (2 if s.dtype else 1)
     work = {Kind.GENERATE: 1.0, Kind.INFERENCE: 1.0, Kind.TRAIN: 4.0 if s.recompute else 3.0}[call.kind]
-    seconds = work * parameters / s.size * (1 + 0.15 * math.log2(s.tp)) * (1 + (s.pp - 1) / 8)
+    seconds = work * parameters / s.size * (1 + 0.15 * math.log2(s.tp)) * (1 + (s.pp - 1) / 8 / s.vpp)
     if call.kind is Kind.GENERATE:
         seconds += 0.2 * weights * (1 + 0.3 * s.pp)
     if call.kind is Kind.TRAIN:
         seconds += 0.05 * part * (s.dp > 1)
     states = 4 * part + 12 * part / s.dp if trained else 0.0
-    working = (0.5 if s.recompute else 2.0) * parameters / (s.size * s.tp) + 0.3
+    working = (0.9 + 0.1 * s.vpp) * (0.5 if s.recompute else 2.0) * parameters / (s.size * s.tp) + 0.3
     return Candidate(
         placement=placement,
         seconds=seconds,

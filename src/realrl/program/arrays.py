@@ -1,6 +1,6 @@
-"""Types of arrays, and tables with a row for each pipeline stage."""
+"""Types of arrays, and functions of numbers that work on arrays."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,18 +11,6 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 Real = float | NDArray[Any]
 """A number, or an array with a number for each strategy. Formulas are the same for both."""
-
-
-def tabulate_stages(of: Callable[[int], Sequence[int]], pp: Ints) -> Ints:
-    """Tabulate a number for each pipeline stage, [stages, strategies]. Entries past the last stage are 0.
-
-    `of(degree)` returns the numbers of all stages under a PP degree.
-    """
-    degrees, where = np.unique(pp, return_inverse=True)
-    table = np.zeros((len(degrees), int(degrees[-1])), dtype=np.int64)
-    for row, degree in zip(table, degrees.tolist(), strict=True):
-        row[:degree] = of(degree)
-    return table[where].T
 
 
 def truncate(numbers: Real) -> Ints:

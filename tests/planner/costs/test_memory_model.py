@@ -26,7 +26,18 @@ MIXED = SMALL_MODELS["glm4_moe"].model_copy(update={"layers": 5, "dense_layers":
 GIB = 1 << 30
 
 
-@pytest.mark.parametrize("placement", [place(1), place(2, 4), place(1, 5, 3), place(1, 1, 5), place(2, 6, 2)])
+@pytest.mark.parametrize(
+    "placement",
+    [
+        place(1),
+        place(2, 4),
+        place(1, 5, 3),
+        place(1, 1, 5),
+        place(2, 6, 2),
+        Placement(Mesh(0, 4), Strategy(dp=2, pp=2, vpp=2)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("shape", [GROUPED, GROUPED.model_copy(update={"tied_embeddings": True}), MIXED])
 @pytest.mark.parametrize("head", sorted(set(PPO_SPEC.heads.values())))
 @pytest.mark.parametrize("part", [WHOLE, TrainablePart(last_layers=3), TrainablePart(freeze_embeddings=True)])
@@ -45,7 +56,7 @@ def test_parameter_sets_are_those_that_layouts_store(
             for stage in range(strategy.pp)
         ]
         sizes = LocalSizes(shape, head, strategy.tp, part).sets[name]
-        assert list(sizes.stage_elements(strategy.pp)) == elements
+        assert list(sizes.stage_elements(strategy.pp, strategy.vpp)) == elements
         padded[name] = [-(-n // strategy.dp) * strategy.dp for n in elements]
     needs = MODEL.stages(call("actor.train"), model, placement, STEP)
     assert [n.static["parameters"] for n in needs] == [
@@ -67,6 +78,7 @@ def test_parameter_sets_are_those_that_layouts_store(
         {"dp": 2, "cp": 2, "tp": 2, "ep": 2},
         {"dp": 4, "pp": 2, "ep": 4},
         {"dp": 2, "tp": 4, "pp": 3, "ep": 2},
+        {"dp": 2, "tp": 2, "pp": 2, "ep": 2, "vpp": 2},
     ],
     ids=str,
 )
@@ -77,7 +89,8 @@ def test_whole_experts_are_those_that_layouts_store(
     shape = GROUPED.model_copy(update={"family": "qwen3_moe", "mixture": Mixture(experts=8, per_token=2)})
     if dense:
         shape = shape.model_copy(update={"dense_layers": dense, "dense_size": 3 * shape.intermediate_size})
-    check_static_memory(replace(stored(shape), trained=True), Strategy(zero=zero, **degrees))
+    if zero == 1 or "vpp" not in degrees:
+        check_static_memory(replace(stored(shape), trained=True), Strategy(zero=zero, **degrees))
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])

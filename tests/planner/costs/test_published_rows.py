@@ -81,10 +81,14 @@ def test_stored_scores_of_attention_with_sinks_slow_a_row_down(bench) -> None:
 
 
 def test_interleaved_stages_and_recomputation_are_what_the_row_says(bench) -> None:
-    row = next(row for row in bench.read_rows() if "virtual_stages" in row.of)
-    whole = bench.predict(bench.Row({**row.of, "virtual_stages": 1}))
-    split = bench.predict(row)
-    assert split.terms["bubble"] == pytest.approx(whole.terms["bubble"] / row.of["virtual_stages"])
+    rows = [row for row in bench.read_rows() if "virtual_stages" in row.of]
+    assert {row.vpp for row in rows} == {1, 4}  # the engine has no plan for some rows
+    for row in rows:
+        whole = bench.predict(bench.Row({**row.of, "virtual_stages": 1}))
+        split = bench.predict(row)
+        assert split.terms["bubble"] == pytest.approx(
+            whole.terms["bubble"] / row.of["virtual_stages"], rel=0.01
+        )
     seconds = [bench.predict(bench.Row({**row.of, "recompute": share})).seconds for share in (0.0, 0.5, 1.0)]
     assert seconds[1] == pytest.approx((seconds[0] + seconds[2]) / 2)
 

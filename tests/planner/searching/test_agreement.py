@@ -125,7 +125,8 @@ def sampled_placement(rng: random.Random, of: Scenario, call: Call) -> Placement
     pp = rng.choice([n for n in range(1, 5) if mesh.size // tp % n == 0])
     copies = mesh.size // tp // pp
     cp = 1 if call.kind is Kind.GENERATE else rng.choice([n for n in (1, 2, 3) if copies % n == 0])
-    return Placement(mesh, Strategy(dp=copies // cp, cp=cp, tp=tp, pp=pp, sequence_parallel=tp > 1))
+    vpp = 1 if call.kind is Kind.GENERATE or pp == 1 else rng.choice((1, 2))
+    return Placement(mesh, Strategy(dp=copies // cp, cp=cp, tp=tp, pp=pp, vpp=vpp, sequence_parallel=tp > 1))
 
 
 @pytest.mark.parametrize("seed", range(4))

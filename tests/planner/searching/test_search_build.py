@@ -157,3 +157,26 @@ def test_small_micro_batches_are_tried_where_nothing_else_fits() -> None:
     lean = UserConstraints(search_space=SearchSpace(offload=False))
     found = find_plan(of, effort=100_000, presets={}, constraints=lean)
     assert found.plan["actor.train"].strategy.micro_batch_tokens == 128
+
+
+def test_only_training_and_inference_in_its_layouts_interleave_if_this_saves_time() -> None:
+    of = scenario(ClusterSpec.parse("a100-80g:4x8"))
+    of = replace(of, workload=Workload(64, (4096,), (4096,), 4096))
+    lean = SearchSpace(recompute=(False,), offload=False, keep=False)
+    found = build_problem(of, search_space=lean).candidates
+    strategies = {name: [one.placement.strategy for one in candidates] for name, candidates in found.items()}
+    turned = {name: {s for s in some if s.vpp > 1} for name, some in strategies.items()}
+    assert turned["actor.train"] and not turned["actor.generate"]
+    assert all(s.pp > 1 and s.zero == 1 and s.pp * s.vpp <= SHAPE.layers for s in turned["actor.train"])
+    layouts = {s.all_degrees for s in turned["critic.train"]}
+    assert {s.all_degrees for s in turned["critic.inference"]} <= layouts
+    least = {
+        vpp: min(one.seconds for one in found["actor.train"] if (one.placement.strategy.vpp > 1) == (vpp > 1))
+        for vpp in (1, 2)
+    }
+    assert least[2] < least[1]
+    without = build_problem(of, search_space=replace(lean, virtual=(1,))).candidates
+    assert all(one.placement.strategy.vpp == 1 for some in without.values() for one in some)
+    for name, candidates in found.items():
+        plain = {one for one in candidates if one.placement.strategy.vpp == 1}
+        assert plain == set(without[name])

@@ -31,13 +31,21 @@ LINKS = Links(170e6, 20e6, 0.0)
 
 
 def list_placements(layouts: Layouts) -> list[Placement]:
-    columns = (layouts.first, layouts.size, layouts.sharded, layouts.dtype, layouts.ep, *layouts.degrees)
+    numbers = (layouts.first, layouts.size, layouts.sharded, layouts.dtype, layouts.ep, layouts.vpp)
     return [
         Placement(
             Mesh(first, size),
-            Strategy(degrees=Degrees(tuple(degrees)), ep=ep, zero=3 if sharded else 1, dtype=TYPES[dtype]),
+            Strategy(
+                degrees=Degrees(tuple(degrees)),
+                ep=ep,
+                vpp=vpp,
+                zero=3 if sharded else 1,
+                dtype=TYPES[dtype],
+            ),
         )
-        for first, size, sharded, dtype, ep, *degrees in zip(*(c.tolist() for c in columns), strict=True)
+        for first, size, sharded, dtype, ep, vpp, *degrees in zip(
+            *(column.tolist() for column in (*numbers, *layouts.degrees)), strict=True
+        )
     ]
 
 
@@ -57,25 +65,31 @@ class PairTransfers:
         return np.zeros((len(source.first), len(target.first)))
 
 
-def sampled_placement(rng: random.Random, cluster: Cluster, eps: tuple[int, ...] = (1,)) -> Placement:
+def sampled_placement(
+    rng: random.Random, cluster: Cluster, eps: tuple[int, ...] = (1,), turns: tuple[int, ...] = (1,)
+) -> Placement:
     mesh = rng.choice(list_tidy(cluster))
     parts = [devices for _, devices in mesh.nodes(cluster).runs]
     tp = rng.choice([t for t in (1, 2, 3, 4, 8) if all(part % t == 0 for part in parts)])
     pp = rng.choice([p for p in (1, 2, 4, 8) if (mesh.size // tp) % p == 0])
     dense = Strategy(dp=mesh.size // tp // pp, tp=tp, pp=pp)
     ep = rng.choice([ep for ep in eps if divides_experts(dense.degrees, ep)])
-    return Placement(mesh, dense.with_degrees(ep=ep))
+    vpp = rng.choice([vpp for vpp in turns if vpp == 1 or (pp > 1 and pp * vpp <= SHAPE.layers)])
+    return Placement(mesh, dense.with_degrees(ep=ep, vpp=vpp))
 
 
+@pytest.mark.parametrize("turns", [(1,), (1, 2, 4)], ids=["plain", "interleaved"])
 @pytest.mark.parametrize("shape", [SHAPE, MIXTURE], ids=["dense", "mixture"])
 @pytest.mark.parametrize(
     "cluster", [Cluster(1, 8), Cluster(4, 4), Cluster(4, 8), Cluster(2, 8, (1, 4))], ids=str
 )
-def test_reallocation_estimates_are_near_the_executed_schedules(cluster: Cluster, shape: ModelShape) -> None:
+def test_reallocation_estimates_are_near_the_executed_schedules(
+    cluster: Cluster, shape: ModelShape, turns: tuple[int, ...]
+) -> None:
     rng = random.Random(0)
     weights, eps = (WEIGHTS, (1,)) if shape.mixture is None else (MIXTURES, (1, 2, 4, 8))
     transfers = LinkTransfers(cluster, weights, (LINKS,) * cluster.nodes)
-    pairs = [(sampled_placement(rng, cluster, eps), sampled_placement(rng, cluster, eps)) for _ in range(40)]
+    pairs = [tuple(sampled_placement(rng, cluster, eps, turns) for _ in range(2)) for _ in range(40)]
     pairs = [(a, b) for a, b in pairs if a.layout != b.layout]
     columns = [Layouts.of(side) for side in zip(*pairs, strict=True)]
     estimates = transfers.seconds("actor", *columns)
@@ -94,14 +108,15 @@ def test_reallocation_estimates_are_near_the_executed_schedules(cluster: Cluster
 @pytest.mark.parametrize(
     "cluster", [Cluster(1, 8), Cluster(4, 4), Cluster(3, 8), Cluster.parse("1x5+1x8+1x2+1x4")], ids=str
 )
+@pytest.mark.parametrize("turns", [(1,), (1, 2, 4)], ids=["plain", "interleaved"])
 @pytest.mark.parametrize("weights", [WEIGHTS, MIXTURES], ids=["dense", "mixture"])
 def test_lower_bounds_of_reallocation_hold_for_all_mesh_positions(
-    cluster: Cluster, weights: dict[str, tuple[ParameterBytes, ...]]
+    cluster: Cluster, weights: dict[str, tuple[ParameterBytes, ...]], turns: tuple[int, ...]
 ) -> None:
     rng = random.Random(1)
     transfers = LinkTransfers(cluster, weights, (LINKS,) * cluster.nodes)
     eps = (1, 2, 4, 8) if weights is MIXTURES else (1,)
-    places = Layouts.of(sampled_placement(rng, cluster, eps) for _ in range(60))
+    places = Layouts.of(sampled_placement(rng, cluster, eps, turns) for _ in range(60))
     i, j = np.divmod(np.arange(60 * 60), 60)
     seconds = transfers.seconds("actor", places[i], places[j])
     assert (transfers.at_least("actor", places, places) <= seconds.reshape(60, 60) + 1e-12).all()
@@ -208,7 +223,7 @@ def test_blocks_are_looked_at_once_for_each_of_their_shapes() -> None:
     rng = np.random.default_rng(0)
     low, left = rng.integers(0, 2, (4, 50)) * 1.0, rng.integers(0, 2, (4, 50)) / 4
     high, right = low + rng.integers(0, 3, (4, 50)), left + rng.integers(0, 2, (4, 50)) / 2
-    boxes = Boxes(low, high, left, right, rng.integers(0, 2, (4, 50)) * 1.0)
+    boxes = Boxes(low[None], high[None], left, right, rng.integers(0, 2, (4, 50)) * 1.0)
     found: list[list[tuple[float, ...]]] = [[] for _ in range(50)]
     for pairs, shapes in boxes.shapes():
         for pair, shape in zip(pairs.tolist(), shapes.T.tolist(), strict=True):

@@ -35,7 +35,7 @@ class CallContext:
     @cached_property
     def layers(self) -> Ints:
         """Number of layers on each stage, [stages, strategies]."""
-        return self.strategies.spread_layers(self.timing.sizes.shape.layers)
+        return self.strategies.stages.count_layers(self.timing.sizes.shape.layers)
 
     @cached_property
     def kinds(self) -> "tuple[CallContext, ...]":
@@ -48,7 +48,7 @@ class CallContext:
     @cached_property
     def counts(self) -> Ints:
         """Number of layers of this kind on each stage, [stages, strategies]."""
-        return self.one_kind.count(self.strategies.pp)
+        return self.one_kind.count(self.strategies.stages)
 
     @property
     def one_kind(self) -> KindSizes:

@@ -13,7 +13,7 @@ from realrl.planner.cost.network import Ring
 from realrl.planner.cost.sharded import SectionSeconds, ShardedTraffic
 from realrl.planner.cost.timing import BatchSize, DeviceHostTime
 from realrl.planner.workload.batching import Chunks, split_all_work
-from realrl.program.arrays import Floats, Ints, Real, apply_each, tabulate_stages
+from realrl.program.arrays import Floats, Ints, Real, apply_each
 
 _SMALL = 64
 """Bytes of an all-reduce of metrics or norms. Every optimizer step waits for a few of them."""
@@ -54,7 +54,8 @@ def at_last(pp: Ints, seconds: Real) -> Floats:
 
 
 def cost_training(context: CallContext) -> Mapping[str, Floats]:
-    """Predict the seconds by term of all optimizer steps of a train call, under the 1F1B schedule.
+    """Predict the seconds by term of all optimizer steps of a train call, under the 1F1B schedule, which may be
+    interleaved.
 
     Layers below the first trained layer have no backward pass, and neither have frozen embeddings. The model
     ignores two other savings of a frozen part: the gradient of a tied head's weight, and messages to stages without
@@ -80,9 +81,9 @@ def cost_training(context: CallContext) -> Mapping[str, Floats]:
         comm_last=context.head_communication(tokens) + context.head_backward_communication(tokens),
         results=context.result_communication(tokens, chunks),
     )
-    terms = _cost_pipeline(context, chunks, layers, outside)
+    terms, _ = _cost_pipeline(context, chunks, layers, outside)
     # Under 1F1B a stage waits in turn for the stages before and after it, so no computation hides the transfers.
-    exposed = 2 * (chunks.count + strategies.pp - 1) * context.hop(tokens)
+    exposed = strategies.stages.count_waits(chunks.count) * context.hop(tokens)
     exposed += 2 * context.network.hop(_SMALL)
     terms["pipeline"] = np.where(strategies.pp > 1, exposed, 0.0)
     runs = _list_runs(context)
@@ -92,7 +93,7 @@ def cost_training(context: CallContext) -> Mapping[str, Floats]:
     terms["optimizer"] = update + context.network.group("mesh").all_reduce(_SMALL)
     if sharded is None:
         last_pass = sum(
-            at_last(strategies.pp, kind.one_kind.count(strategies.pp, within=differentiated)).sum(axis=0)
+            at_last(strategies.pp, kind.one_kind.count(strategies.stages, within=differentiated)).sum(axis=0)
             * kind.timing.backward(size).device
             for kind in context.kinds
         )
@@ -134,7 +135,7 @@ def _list_trained_layers(
     experts = context.expert_communication(size.tokens)
     communication_host = layer_communication.host + keys.host + experts.host
     rounds = np.where(context.strategies.recompute, 3, 2)
-    updated = context.one_kind.count(context.strategies.pp, within=differentiated)
+    updated = context.one_kind.count(context.strategies.stages, within=differentiated)
     launches = [0.0, 0.0]
     if sharded is not None:
         launches = [sharded.host(context.one_kind, backward=b) for b in (False, True)]
@@ -194,9 +195,9 @@ class _Run:
 def _list_runs(context: CallContext) -> list[_Run]:
     """List the runs of trained parameters on the stage with the most parameters: whole experts have copies on other
     ranks than all other parameters."""
-    trained, pp = context.timing.sizes.trained, context.strategies.pp
-    others, experts = (tabulate_stages(of, pp) for of in (trained.stage_elements, trained.stage_experts))
-    largest = (others + experts).argmax(axis=0), np.arange(len(pp))
+    trained, stages = context.timing.sizes.trained, context.strategies.stages
+    others, experts = (stages.tabulate(of) for of in (trained.stage_elements, trained.stage_experts))
+    largest = (others + experts).argmax(axis=0), np.arange(others.shape[1])
     runs = [_Run(others[largest], context.network.group("copies"))]
     if context.strategies.ep > 1:
         runs.append(_Run(experts[largest], context.network.group("expert_copies")))
@@ -244,10 +245,10 @@ def _cost_partial_gradients(context: CallContext) -> Real:
     network = context.network
     shape = context.timing.sizes.shape
     strategies = context.strategies
-    most = tabulate_stages(sizes.trained.stage_layers, strategies.pp).max(axis=0)
+    most = strategies.stages.tabulate(sizes.trained.stage_layers).max(axis=0)
     seconds: Real = 0.0
     elements = sum(
-        kind.count(strategies.pp, within=sizes.differentiated_layers)
+        kind.count(strategies.stages, within=sizes.differentiated_layers)
         * kind.sizes.partial_elements(sequence_parallel=strategies.sequence_parallel)
         for kind in sizes.kinds
     )
@@ -325,9 +326,8 @@ def cost_forward_pass(
             experts=experts.device,
         )
         layers.append(found)
-    terms = _cost_pipeline(context, chunks, layers, outside)
-    # A stage works on its next chunk while it sends, so only the first chunk waits for transfers.
-    terms["pipeline"] = (context.strategies.pp - 1) * context.hop(tokens)
+    terms, stages = _cost_pipeline(context, chunks, layers, outside)
+    terms["pipeline"] = context.strategies.stages.delay(chunks.count, stages, context.hop(tokens))
     return terms
 
 
@@ -364,8 +364,9 @@ class _EqualLayers:
 
 def _cost_pipeline(
     context: CallContext, chunks: Chunks, layers: Sequence[_EqualLayers], outside: OutsideLayers
-) -> dict[str, Floats]:
-    """Seconds of the busiest stage by term, and the bubble: its idle time while the pipeline fills and drains.
+) -> tuple[dict[str, Floats], Floats]:
+    """Seconds of the busiest stage by term, and the bubble: its idle time while the pipeline fills and drains. Also
+    the seconds of a chunk on each stage, [stages, strategies].
 
     The first chunk passes all stages. Then the slowest stage sets the pace for all other chunks. The sum of the
     terms is the total time.
@@ -376,11 +377,12 @@ def _cost_pipeline(
     stages = sum(one.counts * one.seconds for one in layers) + own + communication + results
     slowest = stages.argmax(axis=0), np.arange(len(pp))
     counted = [(one.counts[slowest], one) for one in layers]
-    return {
+    terms = {
         "compute": chunks.count * (sum(n * one.layer.device for n, one in counted) + own[slowest]),
         "tensor": chunks.count * (sum(n * one.communication for n, one in counted) + communication[slowest]),
         "context": chunks.count * (sum(n * one.keys for n, one in counted) + results[slowest]),
         "experts": chunks.count * np.asarray(sum(n * one.experts for n, one in counted)),
         "launch": chunks.count * np.asarray(sum(n * one.wait for n, one in counted)),
-        "bubble": stages.sum(axis=0) - stages[slowest],
+        "bubble": context.strategies.stages.bubble(chunks.count, stages),
     }
+    return terms, stages

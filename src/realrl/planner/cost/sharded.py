@@ -8,11 +8,11 @@ from typing import Literal
 
 import numpy as np
 
-from realrl.layout.ranges import stage_layers
+from realrl.layout.ranges import virtual_stage_layers
 from realrl.planner.cost.call_context import CallContext
 from realrl.planner.memory.gathered import GatheredMemory, SectionBytes
 from realrl.planner.workload.shard_sizes import KindSizes
-from realrl.program.arrays import Bools, Floats, Ints, Real, tabulate_stages
+from realrl.program.arrays import Bools, Floats, Ints, Real
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,35 +113,37 @@ class ShardedTraffic:
     @cached_property
     def _counts(self) -> list[Ints]:
         """Number of layers of each kind on each stage."""
-        return [kind.count(self.context.strategies.pp) for kind in self._kinds]
+        return [kind.count(self.context.strategies.stages) for kind in self._kinds]
 
     def _count_differentiated(self) -> list[Ints]:
         """Count the layers of each kind on each stage that gradients flow through."""
         within = self.context.timing.sizes.differentiated_layers
-        return [kind.count(self.context.strategies.pp, within=within) for kind in self._kinds]
+        return [kind.count(self.context.strategies.stages, within=within) for kind in self._kinds]
 
     @cached_property
     def _first_layers(self) -> Ints:
-        return self._number_kinds(lambda stage: stage.start)
+        return self._number_kinds(lambda start, stop: start)
 
     @cached_property
     def _last_layers(self) -> Ints:
-        return self._number_kinds(lambda stage: stage.stop - 1)
+        return self._number_kinds(lambda start, stop: stop - 1)
 
     @cached_property
     def _first_updated(self) -> Ints:
         first = self.context.timing.sizes.differentiated_layers.start
-        return self._number_kinds(lambda stage: min(max(stage.start, first), stage.stop - 1))
+        return self._number_kinds(lambda start, stop: min(max(start, first), stop - 1))
 
-    def _number_kinds(self, layer: Callable[[range], int]) -> Ints:
-        """Find the number of the kind of one layer of each stage, [stages, strategies]."""
+    def _number_kinds(self, layer: Callable[[int, int], int]) -> Ints:
+        """Find the number of the kind of one layer of each stage, [stages, strategies]. `layer` returns this layer,
+        given the first layer of a stage and the end of its last run."""
         model = self.context.timing.sizes.shape.layers
 
-        def of(pp: int) -> list[int]:
-            layers = [layer(stage) for stage in stage_layers(model, pp)]
+        def of(pp: int, vpp: int) -> list[int]:
+            stages = virtual_stage_layers(model, pp, vpp)
+            layers = [layer(runs[0].start, runs[-1].stop) for runs in stages]
             return [next(i for i, kind in enumerate(self._kinds) if n in kind.layers) for n in layers]
 
-        return tabulate_stages(of, self.context.strategies.pp)
+        return self.context.strategies.stages.tabulate(of)
 
     @staticmethod
     def _pick(of_kinds: Sequence[Real], numbers: Ints) -> Floats:

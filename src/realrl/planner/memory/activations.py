@@ -64,7 +64,7 @@ class Activations:
 
     def inferring(self, tokens: Real, *, layers: Ints, stage: Ints, chunks: Ints) -> Parts:
         """Compute the peak of an inference call: in the embedding, in a layer, or at the logits."""
-        expected = self._expected(tokens, stage, chunks - 1)
+        expected = self._expected(tokens, stage, chunks * self.strategies.vpp - 1)
         layer: Parts = {"activations": self._forward(tokens, stage, chunks) + expected}
         states = self.layer.bytes(tokens, self.layer.stream + self.layer.hidden)
         states = states + self.layer.index_bytes(tokens) + expected
@@ -95,7 +95,7 @@ class Activations:
         held: dict[str, Ints] = {"cache": self.cache(cached, layers)}
         moments: list[Parts] = []
         if self.cpu:
-            counts = [kind.count(self.strategies.pp) for kind in self.sizes.kinds]
+            counts = [kind.count(self.strategies.stages) for kind in self.sizes.kinds]
             packed = packed_weight_bytes(self.sizes, self.dtype, layers=counts, head=last)
             packing = packing_bytes(self.sizes, self.dtype, head=last)
             moments.append({"packed weights": packed + packing})
@@ -126,16 +126,26 @@ class Activations:
         """
         layer, last = self.layer, self._last
         trains_embedding = any(self.sizes.trained.embedding)
-        # Micro-batches whose activations the stage keeps at a time under the 1F1B schedule.
-        flying = np.minimum(chunks, self.strategies.pp - stage)
-        back = trains_embedding | (layers.cumsum(axis=0) > layers)
-        sent = self._sent(tokens, chunks * (((stage > 0) & back).astype(int) + (stage < last)))
-        sent = sent + self._expected(tokens, stage, chunks - flying)
+        stages, vpp = self.strategies.stages, self.strategies.vpp
+        # Passes of one turn whose activations the stage keeps at a time.
+        flying = stages.count_flying(chunks)
+        back = trains_embedding | (layers.cumsum(axis=0) > layers) | (vpp > 1)
+        # In every turn but the first, the first stage sends gradients to the last one, which sends it hidden states
+        # in every turn but the last.
+        sends = (vpp - (stage == 0)) * back + (vpp - (stage == last))
+        sent = self._sent(tokens, chunks * sends)
+        sent = sent + self._expected(tokens, stage, chunks * vpp - flying)
         # The buffer in which the stage receives the next gradient.
-        sent = sent + np.where((stage < last) & (chunks > 1), layer.bytes(tokens, layer.stream), 0)
+        returned = ((stage < last) | (vpp > 1)) & (chunks * vpp > 1)
+        sent = sent + np.where(returned, layer.bytes(tokens, layer.stream), 0)
         differentiated = self.sizes.differentiated_layers
-        counts = [kind.count(self.strategies.pp, within=differentiated) for kind in self.sizes.kinds]
-        each = self.kept(tokens, counts)
+        counts = [kind.count(stages, within=differentiated) for kind in self.sizes.kinds]
+        # A pass, and all passes whose activations the stage keeps.
+        each = self.kept(tokens, [count // vpp for count in counts])
+        flying_layers = [
+            kind.count_flying(stages, chunks, within=differentiated) for kind in self.sizes.kinds
+        ]
+        every = self.kept(tokens, flying_layers, passes=flying)
         # Recomputation holds a whole layer. This counts the layer's input twice, in place of its output, which
         # torch holds although nothing reads it.
         inside = self._most(
@@ -147,13 +157,13 @@ class Activations:
         )
         # The input of the final norm, its output at predicted tokens, and the gradient of this output.
         states = layer.bytes(tokens, layer.stream + 2 * layer.hidden)
-        all_kept = sent + flying * each
+        all_kept = sent + every
         logits: Parts = {"activations": all_kept + states, "logits": self.logits.backward(tokens)}
         first: Parts = {"activations": all_kept + inside}
         # The moment at which a later micro-batch is in the frozen layers, which keep no activations.
-        later = sent + (flying - 1) * each + self._shared(tokens)
+        later = sent + every - each + self._shared(tokens)
         without_backward = [
-            kind.count(self.strategies.pp) - count
+            kind.count(self.strategies.stages) - count
             for kind, count in zip(self.sizes.kinds, counts, strict=True)
         ]
         passed = self._most(lambda own: own.forward_bytes(tokens, layer.stream), without_backward)
@@ -171,8 +181,9 @@ class Activations:
                 **first,
                 GATHERED: gathered.first_layer_backward(last_stage=last_stage, layers=layers),
             }
-            ends = [kind.end_stages(self.strategies.pp) for kind in self.sizes.kinds]
+            ends = [kind.end_stages(self.strategies.stages) for kind in self.sizes.kinds]
             fewer = [count - end for count, end in zip(counts, ends, strict=True)]
+            # No such pipeline is interleaved, so a pass has all layers of the stage.
             one_less = each - self.kept(tokens, fewer)
             second = {
                 "activations": all_kept - one_less,
@@ -184,7 +195,7 @@ class Activations:
             ]
         moments += [_only(stage == last, logits), _only(layers > 0, first), _only(frozen_layers > 0, frozen)]
         if trains_embedding:
-            others = sent + (flying - 1) * each
+            others = sent + every - each
             embedded = layer.bytes(tokens, layer.stream) + 4 * truncate(tokens * layer.hidden)
             moments.append(_only(stage == 0, {"activations": others + embedded}))
             if self.strategies.zero > 1:
@@ -193,15 +204,16 @@ class Activations:
         alone = (frozen_layers > 0) & (layers == 0) & (stage < last)
         return choose(alone, without, _peak(*moments))
 
-    def kept(self, tokens: Real, layers: Sequence[Ints]) -> Ints:
-        """Compute the bytes that one micro-batch keeps for its backward pass. With recomputation, it keeps only
-        each layer's input. `layers`: the number of layers of each kind."""
+    def kept(self, tokens: Real, layers: Sequence[Ints], passes: Real = 1) -> Ints:
+        """Compute the bytes that some passes of micro-batches keep for their backward passes. With recomputation,
+        they keep only each layer's input. `layers`: the number of layers of each kind, in all of the passes
+        together."""
         numbers = sum(
             count * np.where(self.strategies.recompute, own.stream, own.kept)
             for count, own in zip(layers, self.by_kind, strict=True)
         )
         there = np.asarray(sum(layers)) > 0
-        return self.layer.bytes(tokens, numbers) + np.where(there, self._shared(tokens), 0)
+        return self.layer.bytes(tokens, numbers) + np.where(there, passes * self._shared(tokens), 0)
 
     def cache(self, tokens: Real, layers: Ints) -> Ints:
         return kv_cache_bytes(self.sizes, tokens=tokens, layers=layers, element_bytes=self.element_bytes)
@@ -256,16 +268,21 @@ class Activations:
         The widened copy of a quantised matrix is added to the peak of activations. The sum is an upper bound,
         because the two peaks may be at different moments.
         """
-        sent = self._sent(tokens, np.where(stage == self._last, 0, chunks - 1))
-        received = np.where(stage > 0, self.layer.stream, 0)
+        vpp = self.strategies.vpp
+        sent = self._sent(tokens, np.where(stage == self._last, chunks * (vpp - 1), chunks * vpp - 1))
+        received = np.where((stage > 0) | (vpp > 1), self.layer.stream, 0)
         widened = widened_matrix_bytes(self.sizes, self.dtype)
-        counts = [kind.count(self.strategies.pp) for kind in self.sizes.kinds]
+        counts = [kind.count(self.strategies.stages) for kind in self.sizes.kinds]
         layer = self._most(lambda own: own.forward_bytes(tokens, received), counts)
         return sent + layer + self._shared(tokens) + widened
 
     def _expected(self, tokens: Real, stage: Ints, later: Ints) -> Ints:
-        """Bytes of the buffer in which a stage receives its next micro-batch, if `later` micro-batches remain."""
-        return np.where((stage > 0) & (later > 0), self.layer.bytes(tokens, self.layer.stream), 0)
+        """Bytes of the buffer in which a stage receives its next micro-batch, if `later` passes remain."""
+        return np.where(
+            ((stage > 0) | (self.strategies.vpp > 1)) & (later > 0),
+            self.layer.bytes(tokens, self.layer.stream),
+            0,
+        )
 
     def _shared(self, tokens: Real) -> Ints:
         """Bytes shared by all layers: rotary tables, and indices of padded heads."""

@@ -198,12 +198,12 @@ class MemoryModel:
             decode_graphs=self.efficiency.decode_graphs
             and sizes.runs_ahead(strategies.dtype_of(model), exact=model.exact, device=device),
         )
-        layers = strategies.spread_layers(model.shape.layers)
+        layers = strategies.stages.count_layers(model.shape.layers)
         stage = np.arange(len(layers))[:, None]
         last = stage == strategies.pp - 1
         parts: Parts
         if call.kind is Kind.TRAIN:
-            updated = sizes.count_differentiated(strategies.pp)
+            updated = sizes.count_differentiated(strategies.stages)
             parts = activations.training(
                 tokens, layers=updated, stage=stage, chunks=chunks.count, frozen_layers=layers - updated
             )
@@ -278,10 +278,11 @@ class MemoryModel:
         local, stages = size_shards(model, strategies.tp, strategies.ep), int(strategies.pp.max())
         copies, experts = strategies.copies.tolist(), strategies.expert_copies.tolist()
         found = []
-        for all_copies, expert_copies, pp in zip(copies, experts, strategies.pp.tolist(), strict=True):
+        pipelines = zip(strategies.pp.tolist(), strategies.vpp.tolist(), strict=True)
+        for all_copies, expert_copies, (pp, vpp) in zip(copies, experts, pipelines, strict=True):
             sizes = local.cut_sets(all_copies, expert_copies)[name] if cut else local.sets[name]
             replicas = (1, 1) if cut else (all_copies, expert_copies)
-            found.append(_pad_stages(sizes, *replicas, pp) + ((0, 0),) * (stages - pp))
+            found.append(_pad_stages(sizes, *replicas, pp, vpp) + ((0, 0),) * (stages - pp))
         stored, own = np.array(found).transpose(2, 1, 0)
         return stored, own
 
@@ -292,11 +293,13 @@ def _pick(parts: Parts, stage: int) -> dict[str, int]:
 
 
 @lru_cache(maxsize=4096)
-def _pad_stages(sizes: SetSizes, replicas: int, expert_replicas: int, pp: int) -> tuple[tuple[int, int], ...]:
+def _pad_stages(
+    sizes: SetSizes, replicas: int, expert_replicas: int, pp: int, vpp: int
+) -> tuple[tuple[int, int], ...]:
     """Elements that each stage stores, padded for `replicas` ranks, with whole experts for `expert_replicas` ranks.
     Returns the elements of each stage, and those in a rank's shares."""
     stages = []
-    for others, experts in zip(sizes.stage_elements(pp), sizes.stage_experts(pp), strict=True):
+    for others, experts in zip(sizes.stage_elements(pp, vpp), sizes.stage_experts(pp, vpp), strict=True):
         padded = pad_elements(others, replicas), pad_elements(experts, expert_replicas)
         stages.append((sum(padded), padded[0] // replicas + padded[1] // expert_replicas))
     return tuple(stages)

@@ -113,7 +113,7 @@ class GatheredMemory:
         found = [self.find_layer_section(kind) for kind in self.sizes.kinds]
         if len(found) == 1:
             return found[0]
-        there = [kind.count(self.strategies.pp) > 0 for kind in self.sizes.kinds]
+        there = [kind.count(self.strategies.stages) > 0 for kind in self.sizes.kinds]
 
         def most(size: Callable[[SectionBytes], Ints]) -> Ints:
             kinds = zip(there, found, strict=True)

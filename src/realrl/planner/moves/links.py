@@ -8,7 +8,7 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from realrl.layout.ranges import stage_layers
+from realrl.layout.ranges import stage_layers, virtual_stage_layers
 from realrl.layout.sets import BASE, element_width
 from realrl.plan.cluster import Cluster, Links
 from realrl.plan.placement import Placement
@@ -25,8 +25,9 @@ Pair = tuple[Floats, Floats]
 class Boxes:
     """Parameters held by blocks of consecutive ranks, [blocks, pairs].
 
-    A box is a range of layers (`low` to `high`, in bytes) by a fraction of the TP dimension (`left` to `right`).
-    `embeds` is 1 if the block also holds this fraction of the embedding.
+    A box is some ranges of layers (`low` to `high`, in bytes, [ranges, blocks, pairs]) by a fraction of the TP
+    dimension (`left` to `right`). There is a range for each virtual stage of a pipeline stage; further ranges are
+    empty. `embeds` is 1 if the block also holds this fraction of the embedding.
     """
 
     low: Floats
@@ -34,6 +35,13 @@ class Boxes:
     left: Floats
     right: Floats
     embeds: Floats
+
+    @cached_property
+    def height(self) -> Floats:
+        """Bytes of the layers in all ranges, whole."""
+        if len(self.low) == 1:
+            return self.high[0] - self.low[0]
+        return np.asarray((self.high - self.low).sum(axis=0))
 
     @cached_property
     def ascending(self) -> Pair:
@@ -45,7 +53,7 @@ class Boxes:
     def whole(self) -> Pair:
         """Bytes of layers, and the fraction of the embedding."""
         width = self.right - self.left
-        return (self.high - self.low) * width, self.embeds * width
+        return self.height * width, self.embeds * width
 
     def shapes(self) -> Iterator[tuple[Ints, Floats]]:
         """Iterate over the different (height, width, embedding) of each pair's blocks, [3, pairs].
@@ -53,9 +61,9 @@ class Boxes:
         The first item has the first shape of every pair. The second item has the second shape of all pairs with two
         or more shapes, and so on. Each item also has the indices of its pairs.
         """
-        every = np.stack([self.high - self.low, self.right - self.left, self.embeds])
+        every = np.stack([self.height, self.right - self.left, self.embeds])
         different, number = np.unique(every.reshape(3, -1), axis=1, return_inverse=True)
-        number = np.sort(number.reshape(self.low.shape), axis=0)
+        number = np.sort(number.reshape(self.left.shape), axis=0)
         new = np.diff(number, axis=0, prepend=-1) > 0
         place = np.cumsum(new, axis=0)
         for i in range(1, int(place[-1].max()) + 1):
@@ -71,7 +79,11 @@ class Boxes:
         width = _overlap(self.left, self.right, other.left, other.right)
         by_chance = (self.right - self.left) * (other.right - other.left)
         width = np.where(alike, width, by_chance)
-        layers = _overlap(self.low, self.high, other.low, other.high)
+        layers = sum(
+            _overlap(low, high, its_low, its_high)
+            for low, high in zip(self.low, self.high, strict=True)
+            for its_low, its_high in zip(other.low, other.high, strict=True)
+        )
         return layers * width, self.embeds * other.embeds * width
 
 
@@ -84,6 +96,8 @@ _AT_ONCE = 1 << 16
 caches."""
 _FEW_PAIRS = 1 << 15
 """Number of new pairs of layouts that a `TransferTable` collects before it merges them into its large table."""
+_FEW_NODES = 32
+"""Number of nodes up to which bounds for interleaved layouts compare all positions of two meshes."""
 _FEW_LAYOUTS, _RECENT = 16, 4
 """Number of layouts up to which boxes are not cached, and number of cache entries for more layouts."""
 
@@ -177,6 +191,7 @@ class LinkTransfers:
     """`weights` with two bytes per parameter, for moves from or to layouts in bfloat16. Empty if there are no such
     layouts."""
     _cuts: dict[ParameterBytes, Floats] = field(default_factory=dict, compare=False, repr=False)
+    _stages: dict[tuple[ParameterBytes, int], Pair] = field(default_factory=dict, compare=False, repr=False)
     _recent: dict[tuple[ParameterBytes, int, bytes], Boxes] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -189,9 +204,10 @@ class LinkTransfers:
         apart = (source.ep > 1) | (target.ep > 1)
         for moving, narrow in ((self.weights, ~half), (self.halves, half)):
             for pairs, split in ((narrow & ~apart, False), (narrow & apart, True)):
-                for part in self._parts(np.flatnonzero(pairs), self.cluster.nodes):
-                    for one in _list_moves(moving[role], source[part], target[part], split=split):
-                        result[part] += self._seconds(*one)
+                for alike in _split_interleaved(np.flatnonzero(pairs), source, target):
+                    for part in self._parts(alike, self.cluster.nodes):
+                        for one in _list_moves(moving[role], source[part], target[part], split=split):
+                            result[part] += self._seconds(*one)
         return result
 
     def one(self, role: str, source: Placement, target: Placement) -> float:
@@ -275,7 +291,7 @@ class LinkTransfers:
         first, last = self._span(source)
         entering, distinct = self._lacking(weights, source, target, self._nodes)
         network = np.maximum(entering.max(axis=0), distinct / (last - first + 1)) / ports.node
-        device = (self._largest(weights, target.stages) + weights.embedding) / target.parts / ports.device
+        device = (self._largest(weights, target) + weights.embedding) / target.parts / ports.device
         # `device` is an upper bound so far. Its exact value only matters if the bound exceeds the network's time.
         for part in self._parts(np.flatnonzero(device > network), self.cluster.size):
             device[part] = self._ports(weights, source[part], target[part])
@@ -286,12 +302,20 @@ class LinkTransfers:
     def _least(self, weights: ParameterBytes, source: Layouts, target: Layouts) -> Floats:
         """Lower bound on the seconds from each source to each target, [sources, targets]."""
         most = self._least_bytes(weights, source, target)
+        turned = [np.flatnonzero(layouts.vpp > 1) for layouts in (source, target)]
+        for rows, columns in (
+            (turned[0], np.arange(len(target.first))),
+            (np.flatnonzero(source.vpp == 1), turned[1]),
+        ):
+            if len(rows) and len(columns):
+                found = self._least_interleaved(weights, source[rows], target[columns])
+                most[np.ix_(rows, columns)] = np.maximum(most[np.ix_(rows, columns)], found)
         network = most / self._ports_of_nodes.node.max()
         source = source[np.arange(len(source.first))[:, None]]  # [sources, 1]
-        stage = self._largest(weights, target.stages)
-        before = self._largest(weights, source.stages)
+        stage = self._largest(weights, target)
+        before = self._largest(weights, source)
         kept = np.minimum(stage, before) * np.minimum(1 / target.parts, 1 / source.parts)
-        new = np.where(target.size > source.size, self._smallest(weights, target.stages) / target.parts, 0.0)
+        new = np.where(target.size > source.size, self._smallest(weights, target) / target.parts, 0.0)
         device = np.maximum(stage / target.parts - kept, new) / self._ports_of_nodes.device.max()
         return np.where(_same(source, target, where=False), 0.0, np.maximum(network, device))
 
@@ -301,7 +325,7 @@ class LinkTransfers:
             np.stack([layers.max(axis=0), width.max(axis=0), (width > 0).sum(axis=0)])
             for part in self._parts(np.arange(len(source.first)), self.cluster.nodes)
             for boxes in [self._different_boxes(weights, source[part], self._nodes)]
-            for layers, width in [(boxes.high - boxes.low, boxes.right - boxes.left)]
+            for layers, width in [(boxes.height, boxes.right - boxes.left)]
         ]
         # Many layouts hold the same bytes per node, on the same number of nodes.
         different, which = np.unique(np.concatenate(held, axis=1), axis=1, return_inverse=True)
@@ -317,6 +341,36 @@ class LinkTransfers:
             found.append(most)
         return np.concatenate(found, axis=1)[which.reshape(-1)]
 
+    def _least_interleaved(self, weights: ParameterBytes, source: Layouts, target: Layouts) -> Floats:
+        """Lower bound on the bytes of layers that enter some node, [sources, targets].
+
+        Interleaved stages have little in common with other stages. So this bound compares the layers of the nodes
+        themselves. The nodes of the source may lie before, among or after those of the target. On large clusters,
+        every node of the target may meet any node of the source.
+        """
+        sizes = np.array([*weights.layers, weights.end])
+        held, needed = (_NodeBlocks.of(layouts, self._nodes) for layouts in (source, target))
+        layers = needed.mark_layers(len(weights.layers))
+        common = held.mark_layers(len(weights.layers)) * sizes @ layers.T
+        lacking = (layers @ sizes)[needed.numbers] * needed.width
+        most = np.empty((held.numbers.shape[1], needed.numbers.shape[1]))
+        for row, numbers, width in zip(most, held.numbers.T, held.width.T, strict=True):
+            if self.cluster.nodes > _FEW_NODES:
+                kept = common[numbers].max(axis=0)[needed.numbers] * np.minimum(width.max(), needed.width)
+                row[:] = (lacking - kept).max(axis=0)
+                continue
+            nodes = np.arange(len(needed.numbers))
+            row[:] = np.inf
+            for begin in range(1 - len(numbers), len(nodes)):
+                there = (nodes >= begin) & (nodes < begin + len(numbers))
+                met = nodes[there] - begin
+                kept = common[numbers[met][:, None], needed.numbers[there]]
+                kept = kept * np.minimum(width[met][:, None], needed.width[there])
+                left = lacking.copy()
+                left[there] -= kept
+                np.minimum(row, left.max(axis=0), out=row)
+        return most[held.kind[:, None], needed.kind]
+
     def _ports(self, weights: ParameterBytes, source: Layouts, target: Layouts) -> Floats:
         """Seconds of the busiest device link inside a node."""
         received, distinct = self._lacking(weights, source, target, self._devices)
@@ -326,7 +380,8 @@ class LinkTransfers:
     def _latency(self, source: Layouts, target: Layouts) -> Floats:
         """Seconds of latency of the messages to a rank. Each rank that holds a part of its shard sends one
         message."""
-        stages = -(-source.stages // target.stages) + 1 + (target.stages < 3)
+        each = -(-source.runs // target.runs) + 1
+        stages = np.minimum(target.vpp * each, np.maximum(each, source.stages)) + (target.stages < 3)
         ranks = np.minimum(np.lcm(source.parts, target.parts) // target.parts, source.parts)
         return np.asarray(2 * stages * ranks * self._slower(source, target).latency)
 
@@ -353,7 +408,7 @@ class LinkTransfers:
             return self._recent[key]
         _, first, where = np.unique(layouts.codes, return_index=True, return_inverse=True)
         different = self._different_boxes(weights, layouts[first], bounds)
-        boxes = Boxes(*(values.take(where, axis=1) for values in different.__dict__.values()))
+        boxes = Boxes(*(values.take(where, axis=-1) for values in different.__dict__.values()))
         if len(first) > _FEW_LAYOUTS:
             while len(self._recent) >= _RECENT:
                 self._recent.pop(next(iter(self._recent)))
@@ -361,36 +416,52 @@ class LinkTransfers:
         return boxes
 
     def _different_boxes(self, weights: ParameterBytes, layouts: Layouts, bounds: Ints) -> Boxes:
-        cuts = self._bounds(weights, int(layouts.stages.max()))
-        start, end = bounds[:-1, None], bounds[1:, None]
-        a = np.maximum(start - layouts.first, 0)
-        b = np.minimum(end - layouts.first, layouts.size) - 1
+        cuts = self._bounds(weights, int(layouts.runs.max()))
+        a, b = _find_ranks(layouts, bounds)
         present = a <= b
         stage = layouts.size // layouts.stages  # ranks of a stage
         first = np.where(present, a // stage, 0)
         last = np.where(present, b // stage, 0)
-        whole = (b - a + 1 >= layouts.parts) | (a % layouts.parts > b % layouts.parts)
-        left = np.where(whole, 0, a % layouts.parts) / layouts.parts
-        right = np.where(whole, layouts.parts, b % layouts.parts + 1) / layouts.parts
+        left, right = _find_parts(layouts, a, b)
         ends = (first == 0) | (weights.tied & (last == layouts.stages - 1))
-        low = cuts[layouts.stages, first]
-        high = cuts[layouts.stages, last + 1]
-        return Boxes(low, np.where(present, high, low), left, np.where(present, right, left), 1.0 * ends)
+        runs = np.arange(int(layouts.vpp.max()))[:, None, None]
+        offset = np.minimum(runs, layouts.vpp - 1) * layouts.stages  # first run of all stages in each turn
+        low, high = cuts[layouts.runs, first + offset], cuts[layouts.runs, last + offset + 1]
+        high = np.where(present & (runs < layouts.vpp), high, low)
+        return Boxes(low, high, left, np.where(present, right, left), 1.0 * ends)
 
-    def _largest(self, weights: ParameterBytes, pp: Ints) -> Floats:
+    def _largest(self, weights: ParameterBytes, layouts: Layouts) -> Floats:
         """Bytes of the largest stage, without the embedding."""
-        cuts = self._bounds(weights, int(pp.max()))
-        return np.asarray(np.diff(cuts, axis=1).max(axis=1)[pp])
+        return self._find_stages(weights, layouts, 0)
 
-    def _smallest(self, weights: ParameterBytes, pp: Ints) -> Floats:
+    def _smallest(self, weights: ParameterBytes, layouts: Layouts) -> Floats:
         """Bytes of the smallest stage, without the embedding."""
-        stages = np.diff(self._bounds(weights, int(pp.max())), axis=1)
-        there = np.arange(stages.shape[1]) < np.arange(len(stages))[:, None]
-        return np.asarray(np.where(there, stages, np.inf).min(axis=1)[pp])
+        return self._find_stages(weights, layouts, 1)
+
+    def _find_stages(self, weights: ParameterBytes, layouts: Layouts, which: int) -> Floats:
+        """Bytes of the largest (0) or smallest (1) stage of each layout."""
+        if not (layouts.vpp > 1).any():
+            return self._extremes(weights, 1)[which][layouts.stages]
+        found = np.zeros(layouts.stages.shape)
+        for vpp in np.unique(layouts.vpp).tolist():
+            there = layouts.vpp == vpp
+            found[there] = self._extremes(weights, vpp)[which][layouts.stages[there]]
+        return found
+
+    def _extremes(self, weights: ParameterBytes, vpp: int) -> Pair:
+        """Tabulate the bytes of the largest and of the smallest stage, [PP degree]."""
+        if (weights, vpp) not in self._stages:
+            most = min(self.cluster.size, len(weights.layers) // vpp)
+            table = np.zeros((2, most + 1))
+            for pp in range(1, most + 1):
+                stages = np.diff(weights.cuts(pp * vpp)).reshape(vpp, pp).sum(axis=0)
+                table[:, pp] = stages.max(), stages.min()
+            self._stages[weights, vpp] = table[0], table[1]
+        return self._stages[weights, vpp]
 
     def _bounds(self, weights: ParameterBytes, most: int) -> Floats:
-        """Return a table of the byte offsets at which stages begin, [PP degree, stage]. The entry after the last
-        stage is the end of this stage."""
+        """Return a table of the byte offsets at which runs of layers begin, [number of runs, run]. The entry
+        after the last run is the end of this run. A stage without virtual stages has one run."""
         if weights not in self._cuts or len(self._cuts[weights]) <= most:
             most = min(max(most, self.cluster.size), len(weights.layers))
             table = np.zeros((most + 1, most + 1))
@@ -470,7 +541,7 @@ def _into_empty(holding: Ints, needed: Boxes, weights: ParameterBytes) -> Floats
     `holding`: number of nodes that hold data, [sources, 1]. In the best case, the nodes without data are those that
     need the least.
     """
-    blocks, pairs = needed.low.shape
+    blocks, pairs = needed.left.shape
     last = np.maximum(blocks - holding - 1, 0)
     entering, everything = (
         np.where(holding < blocks, values[last, np.arange(pairs)], 0.0) for values in needed.ascending
@@ -479,9 +550,75 @@ def _into_empty(holding: Ints, needed: Boxes, weights: ParameterBytes) -> Floats
     return np.maximum(entering, leaving)
 
 
+def _find_ranks(layouts: Layouts, bounds: Ints) -> tuple[Ints, Ints]:
+    """Find the first and the last rank of each layout in each block of devices, counted from the first rank of the
+    mesh, [blocks, layouts]. The last one is below the first one if there are none."""
+    first = np.maximum(bounds[:-1, None] - layouts.first, 0)
+    return first, np.minimum(bounds[1:, None] - layouts.first, layouts.size) - 1
+
+
+@dataclass(frozen=True)
+class _NodeBlocks:
+    """Stages that each node of a layout holds, for different kinds of layouts. Nodes are counted from the first
+    node of the mesh."""
+
+    different: Ints
+    """PP degree, virtual stages, first stage, and end of the stages of each different block, [4, different
+    blocks]."""
+    numbers: Ints
+    """Number of each node's block in `different`, [nodes, kinds]."""
+    width: Floats
+    """Fraction of the TP dimension that each node holds, [nodes, kinds]."""
+    kind: Ints
+    """Kind of each layout."""
+
+    @classmethod
+    def of(cls, layouts: Layouts, bounds: Ints) -> "_NodeBlocks":
+        first, last = _find_ranks(layouts, bounds)
+        own = (first <= last).argmax(axis=0) + np.arange(int((first <= last).sum(axis=0).max()))[:, None]
+        first, last = (
+            np.take_along_axis(ranks, np.minimum(own, len(bounds) - 2), axis=0) for ranks in (first, last)
+        )
+        there = (first <= last) & (own < len(bounds) - 1)
+        stage = layouts.size // layouts.stages
+        begin, end = np.where(there, first // stage, 0), np.where(there, last // stage + 1, 0)
+        left, right = _find_parts(layouts, first, last)
+        width = np.where(there, right - left, 0.0)
+        pp, vpp = (np.broadcast_to(column, begin.shape) for column in (layouts.stages, layouts.vpp))
+        rows = np.stack([pp, vpp, begin, end]).reshape(4, -1)
+        different, numbers = np.unique(rows, axis=1, return_inverse=True)
+        kinds, kind = np.unique(np.vstack([numbers.reshape(begin.shape), width]), axis=1, return_inverse=True)
+        return cls(different, kinds[: len(own)].astype(np.int64), kinds[len(own) :], kind.reshape(-1))
+
+    def mark_layers(self, layers: int) -> Floats:
+        """Mark the layers of each different block with 1, [different blocks, layers + 1]. The last column stands
+        for the parameters after the layers."""
+        marks = np.zeros((self.different.shape[1], layers + 1))
+        for row, (pp, vpp, begin, end) in zip(marks, self.different.T.tolist(), strict=True):
+            for runs in virtual_stage_layers(layers, pp, vpp)[begin:end]:
+                for run in runs:
+                    row[run.start : run.stop] = 1
+            row[layers] = end == pp
+        return marks
+
+
+def _find_parts(layouts: Layouts, first: Ints, last: Ints) -> Pair:
+    """Find the fraction of the TP dimension that ranks from `first` to `last` hold, as its two ends. Ranks of
+    several stages, or of several copies, may hold everything in them."""
+    parts = layouts.parts
+    whole = (last - first + 1 >= parts) | (first % parts > last % parts)
+    return np.where(whole, 0, first % parts) / parts, np.where(whole, parts, last % parts + 1) / parts
+
+
+def _split_interleaved(pairs: Ints, source: Layouts, target: Layouts) -> tuple[Ints, Ints]:
+    """Split pairs into those without and with an interleaved layout, whose boxes have several ranges."""
+    several = np.maximum(source.vpp[pairs], target.vpp[pairs]) > 1
+    return pairs[~several], pairs[several]
+
+
 def _same(source: Layouts, target: Layouts, *, where: bool) -> NDArray[np.bool_]:
     """Find the pairs of equal layouts. With `where`, meshes must also begin at the same rank."""
-    equal = source.sharded == target.sharded
+    equal = (source.sharded == target.sharded) & (source.vpp == target.vpp)
     for one, other in zip(source.degrees, target.degrees, strict=True):
         equal = equal & (one == other)
     return equal & (source.first == target.first) if where else equal

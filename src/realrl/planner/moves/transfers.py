@@ -34,6 +34,8 @@ class Layouts:
     """Degrees of parallelism, one column per axis, in the order of `plan.axes.AXES`."""
     ep: Ints
     """Degree of expert parallelism, whose ranks are among those of `degrees` (`Strategy.ep`)."""
+    vpp: Ints
+    """Number of runs of layers of each pipeline stage (`Strategy.vpp`)."""
     sharded: Ints
     """1 if ranks with the same parameters shard them (ZeRO-3), otherwise 0."""
     dtype: Ints
@@ -43,18 +45,25 @@ class Layouts:
     def of(cls, placements: Iterable[Placement]) -> "Layouts":
         """Build columns from placements, in their order."""
         rows = [
-            (p.mesh.first, s.shards_parameters, TYPES.index(s.dtype), s.ep, *s.degrees.values)
+            (p.mesh.first, s.shards_parameters, TYPES.index(s.dtype), s.ep, s.vpp, *s.degrees.values)
             for p in placements
             for s in [p.strategy]
         ]
-        table = np.array(rows, dtype=np.int64).reshape(len(rows), 4 + len(axis_names()))
+        table = np.array(rows, dtype=np.int64).reshape(len(rows), 5 + len(axis_names()))
         # Each column is contiguous, since the search selects among some hundred thousand rows.
-        first, sharded, dtype, ep, *degrees = (np.ascontiguousarray(column) for column in table.T)
-        return cls(first, tuple(degrees), ep, sharded, dtype)
+        first, sharded, dtype, ep, vpp, *degrees = (np.ascontiguousarray(column) for column in table.T)
+        return cls(first, tuple(degrees), ep, vpp, sharded, dtype)
 
     def __getitem__(self, index: Ints) -> "Layouts":
         degrees = tuple(degree[index] for degree in self.degrees)
-        return Layouts(self.first[index], degrees, self.ep[index], self.sharded[index], self.dtype[index])
+        return Layouts(
+            self.first[index],
+            degrees,
+            self.ep[index],
+            self.vpp[index],
+            self.sharded[index],
+            self.dtype[index],
+        )
 
     def for_experts(self) -> "Layouts":
         """Make the experts' own layouts (`Strategy.for_experts`)."""
@@ -67,7 +76,7 @@ class Layouts:
             for axis, own in zip(axis_names(), self.degrees, strict=True)
         )
         sharded = np.where((self.ep > 1) & (apart == 1), 0, self.sharded)
-        return Layouts(self.first, degrees, np.ones_like(self.ep), sharded, self.dtype)
+        return Layouts(self.first, degrees, np.ones_like(self.ep), self.vpp, sharded, self.dtype)
 
     def degree(self, *axes: str) -> Ints:
         """Number of ranks along some axes, at least one."""
@@ -94,6 +103,11 @@ class Layouts:
         return self.degree(*axes_dividing(Divided.LAYERS))
 
     @cached_property
+    def runs(self) -> Ints:
+        """Number of runs of layers of all pipeline stages together."""
+        return self.stages * self.vpp
+
+    @cached_property
     def cuts(self) -> Ints:
         """Number of parts into which matrices, or the experts of a layer, are cut."""
         return self.degree(*axes_dividing(Divided.MATRICES, Divided.EXPERTS))
@@ -106,7 +120,7 @@ class Layouts:
     @cached_property
     def codes(self) -> Ints:
         """Integer code of each layout. Equal codes mean equal layouts."""
-        columns = [*self.degrees, self.ep]
+        columns = [*self.degrees, self.ep, self.vpp]
         shapes, which = np.unique(np.stack(columns), axis=1, return_inverse=True)
         # Degrees are numbered for the whole process, because codes of several objects are compared.
         numbers = np.array([_NUMBERS.setdefault(tuple(shape), len(_NUMBERS)) for shape in shapes.T.tolist()])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from realrl.layout.sets import element_width
-from realrl.plan.placement import Placement
+from realrl.plan.placement import Placement, Strategy
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.workload.shard_sizes import SetSizes, size_shards
 from realrl.program.arrays import Floats, Ints
@@ -58,14 +58,14 @@ def count_traffic(scenario: Scenario, homes: Mapping[str, Placement]) -> Storage
     for role, home in homes.items():
         model, strategy = scenario.models[role], home.strategy
         ranks = home.mesh.size // strategy.pp
-        saved = np.repeat(_saved_stages(scenario, role, strategy.tp, strategy.pp) / strategy.copies, ranks)
+        saved = np.repeat(_saved_stages(scenario, role, strategy) / strategy.copies, ranks)
         sizes, width = size_shards(model, strategy.tp, strategy.ep), model.width(strategy)
         copies = strategy.copies, strategy.for_experts().copies
         stored = sizes.cut_sets(*copies) if strategy.shards_parameters else sizes.sets
         weights = {name: element_width(name, width) for name in stored}
         here = slice(home.mesh.first, home.mesh.first + home.mesh.size)
         written[here] += saved
-        read[here] += np.where(saved > 0, saved, np.repeat(_by_stage(stored, weights, strategy.pp), ranks))
+        read[here] += np.where(saved > 0, saved, np.repeat(_by_stage(stored, weights, strategy), ranks))
     nodes = [group for group in spec.groups for _ in range(group.nodes)]
     return StorageTraffic(
         written,
@@ -77,10 +77,10 @@ def count_traffic(scenario: Scenario, homes: Mapping[str, Placement]) -> Storage
 
 def count_saved_bytes(scenario: Scenario) -> float:
     """Count the least bytes of a checkpoint under any plan, on all nodes together."""
-    return float(sum(_saved_stages(scenario, role, 1, 1).sum() for role in scenario.graph.roles))
+    return float(sum(_saved_stages(scenario, role, Strategy()).sum() for role in scenario.graph.roles))
 
 
-def _saved_stages(scenario: Scenario, role: str, tp: int, pp: int) -> Floats:
+def _saved_stages(scenario: Scenario, role: str, strategy: Strategy) -> Floats:
     """Bytes that the data-parallel ranks of each stage save together, for one TP rank, [stages].
 
     Only learning roles are saved. If a role has adapters, its other parameters are read from the model's own files
@@ -88,23 +88,24 @@ def _saved_stages(scenario: Scenario, role: str, tp: int, pp: int) -> Floats:
     """
     model = scenario.models[role]
     if not model.trained and role not in {average.role for average in scenario.graph.averages}:
-        return np.zeros(pp)
+        return np.zeros(strategy.pp)
     trainable = {name for name, of in model.sets.items() if of.trainable}
     sets = {
         name: sizes
-        for name, sizes in size_shards(model, tp).sets.items()
+        for name, sizes in size_shards(model, strategy.tp).sets.items()
         if name in trainable or not model.part.adapters
     }
     widths = {
         name: _SAVED if model.trained and name in trainable else element_width(name, model.element_bytes)
         for name in sets
     }
-    return _by_stage(sets, widths, pp)
+    return _by_stage(sets, widths, strategy)
 
 
-def _by_stage(sets: Mapping[str, SetSizes], widths: Mapping[str, float], pp: int) -> Floats:
+def _by_stage(sets: Mapping[str, SetSizes], widths: Mapping[str, float], strategy: Strategy) -> Floats:
     """Bytes of parameter sets on each stage, [stages]. `widths`: bytes of an element of each set."""
-    total = np.zeros(pp)
+    total = np.zeros(strategy.pp)
     for name, sizes in sets.items():
-        total += widths[name] * (np.array(sizes.stage_elements(pp)) + sizes.stage_experts(pp))
+        counts = sizes.stage_elements, sizes.stage_experts
+        total += widths[name] * np.sum([of(strategy.pp, strategy.vpp) for of in counts], axis=0)
     return total

@@ -80,8 +80,8 @@ def _possible(scenario: Scenario, plans: Iterable[Plan]) -> Iterator[Plan]:
 
 
 def _neighbours(scenario: Scenario, call: Call, placement: Placement) -> Iterator[Placement]:
-    """Yield a placement, then variants on the same devices: with one degree halved in favour of DP, or with
-    recomputation toggled."""
+    """Yield a placement, then variants on the same devices: with one degree halved in favour of DP, or
+    fewer virtual stages, or with recomputation toggled."""
     yield placement
     s = placement.strategy
     changes: list[Strategy] = []
@@ -97,7 +97,9 @@ def _neighbours(scenario: Scenario, call: Call, placement: Placement) -> Iterato
     if s.cp % 2 == 0:
         changes.append(s.with_degrees(cp=s.cp // 2, dp=2 * s.dp))
     if s.pp % 2 == 0:
-        changes.append(s.with_degrees(pp=s.pp // 2, dp=2 * s.dp))
+        changes.append(s.with_degrees(pp=s.pp // 2, dp=2 * s.dp, vpp=s.vpp if s.pp > 2 else 1))
+    if s.vpp % 2 == 0:
+        changes.append(s.with_degrees(vpp=s.vpp // 2))
     if s.ep % 2 == 0:
         changes.append(s.with_degrees(ep=s.ep // 2))
     for strategy in changes:

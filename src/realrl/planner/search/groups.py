@@ -119,7 +119,7 @@ def group_candidates(tables: Tables, call: int) -> CandidateGroups:
         columns.limit,
     )
     parts = _number_parts(tables, columns)
-    where = (*layouts.degrees, layouts.ep, layouts.sharded, layouts.dtype)
+    where = (*layouts.degrees, layouts.ep, layouts.vpp, layouts.sharded, layouts.dtype)
     costs = (columns.seconds, columns.load_seconds, columns.unload_seconds, *sizes, columns.offload)
     power = np.frexp(size)[1]
     table = np.stack([power, size, columns.keep, parts, layouts.cuts, *where, *costs], axis=1)

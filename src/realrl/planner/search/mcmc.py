@@ -62,5 +62,5 @@ def _similar(scorer: Scorer, call: int) -> Ints:
     tables = scorer.timeline.tables
     layouts = tables.layouts(call)
     which = tables.candidates(call).layout
-    keys = (layouts.first, layouts.ep, *layouts.degrees[:0:-1], layouts.size)
+    keys = (layouts.first, layouts.vpp, layouts.ep, *layouts.degrees[:0:-1], layouts.size)
     return np.lexsort(tuple(key[which] for key in keys))

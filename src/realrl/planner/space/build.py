@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from math import gcd
@@ -14,7 +14,7 @@ from realrl.dataflow.asynchrony import overlap_all, overlap_sampling
 from realrl.dataflow.call import Call, Kind
 from realrl.families.shape import ModelShape
 from realrl.layout.sets import QUANTISED
-from realrl.plan.axes import list_degrees
+from realrl.plan.axes import Degrees, list_degrees
 from realrl.plan.placement import (
     ZERO_STAGES,
     Dtype,
@@ -30,7 +30,17 @@ from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.candidate import Candidate, count_bytes_alone
 from realrl.planner.space.problem import Problem
-from realrl.planner.space.ways import Ways, add_keeping, add_offloading, drop_dominated, list_ways
+from realrl.planner.space.ways import (
+    WORTH_INTERLEAVING,
+    Ways,
+    add_keeping,
+    add_offloading,
+    drop_dominated,
+    drop_idle_turns,
+    find_least,
+    list_ways,
+)
+from realrl.planner.workload.batching import estimate_saving
 from realrl.planner.workload.workload import CallWork
 from realrl.program.memory import list_sharers
 
@@ -147,6 +157,12 @@ def list_expert_degrees(shape: ModelShape) -> tuple[int, ...]:
     return tuple(1 << n for n in doublings if shape.mixture.experts % (1 << n) == 0)
 
 
+def list_turns(kind: Kind, layers: int) -> tuple[int, ...]:
+    """Enumerate numbers of virtual stages of each pipeline stage: powers of two. Generation has one."""
+    most = 1 if kind is Kind.GENERATE else layers // 2
+    return tuple(1 << doublings for doublings in range(max(1, most.bit_length())))
+
+
 def _tidy(begin: int, nodes: int, total: int) -> bool:
     if nodes == total:
         return True
@@ -171,6 +187,8 @@ class SearchSpace:
     """CP degrees of train and inference calls. None means the degrees of `list_context_degrees`."""
     experts: tuple[int, ...] | None = None
     """EP degrees, among those of `list_expert_degrees`. None means all of these."""
+    virtual: tuple[int, ...] | None = None
+    """Numbers of virtual stages of each pipeline stage, among those of `list_turns`. None means all of these."""
     dtypes: tuple[Dtype, ...] = ()
     """Data types that parameters of calls may have in addition to the model's own. Train calls keep the model's own
     type."""
@@ -202,7 +220,10 @@ def build_problem(
         scenario = replace(scenario, graph=graph)
     builder = _Builder(scenario, search_space or SearchSpace(), apart, portions)
     plans = tuple(include)
-    candidates = {call.name: builder.candidates(call, plans) for call in graph.calls}
+    # Inference may run in the layouts of training, so candidates of training are found first.
+    calls = sorted(graph.calls, key=lambda call: call.kind is not Kind.TRAIN)
+    found = {call.name: builder.candidates(call, plans) for call in calls}
+    candidates = {call.name: found[call.name] for call in graph.calls}
     return Problem(
         graph=graph,
         cluster=spec.cluster,
@@ -225,6 +246,8 @@ class _Builder:
     """As in `Problem`."""
     portions: int = 1
     """Number of portions that the call `apart` hands on."""
+    interleaved: dict[str, set[tuple[Degrees, int, int]]] = field(default_factory=dict)
+    """Degrees, EP degree and virtual stages of the interleaved candidates of train calls, by role."""
 
     @cached_property
     def meshes(self) -> list[Mesh]:
@@ -248,6 +271,10 @@ class _Builder:
         if given is None and not any(map(self._fits, candidates)):
             # Micro-batches of one sequence are slow, but may be the only size that fits.
             candidates += self._candidates_on_meshes(call, (work.longest,))
+        if call.kind is Kind.TRAIN:
+            known = self.interleaved.setdefault(call.model_role, set())
+            strategies = (candidate.placement.strategy for candidate in candidates)
+            known.update((of.degrees, of.ep, of.vpp) for of in strategies if of.vpp > 1)
         candidates += self._given(call, list(dict.fromkeys(plan[call.name] for plan in plans)))
         return tuple(dict.fromkeys(candidates))
 
@@ -307,6 +334,15 @@ class _Builder:
             placements = [placement for _, placement in every]
             ways = list_ways(self.scenario, call, placements, shares=self._shares(call))
             number = np.array([number for number, _ in every])
+            more = [
+                (i, Placement(alike[0], strategy))
+                for i, alike in enumerate(sites.values())
+                for strategy in self._interleave(call, ways[number == i], alike[0].first)
+            ]
+            if more:
+                placements = [placement for _, placement in more]
+                ways = Ways.join(ways, list_ways(self.scenario, call, placements, shares=self._shares(call)))
+                number = np.append(number, [i for i, _ in more])
             for i, meshes in enumerate(sites.values()):
                 chosen = self._choose(call, ways[number == i], meshes[0].first)
                 candidates += chosen.candidates(meshes)
@@ -349,6 +385,31 @@ class _Builder:
             if call.kind is not Kind.GENERATE or self._can_decode(call, strategy):
                 yield strategy
 
+    def _interleave(self, call: Call, ways: Ways, first: int) -> list[Strategy]:
+        """List interleaved variants of the strategies of a call on a mesh that may be worth it: because they save
+        time, or because inference finds its role's parameters in this layout."""
+        shape, allowed = self.scenario.models[call.model_role].shape, self.search_space.virtual
+        turns = [n for n in list_turns(call.kind, shape.layers) if allowed is None or n in allowed]
+        needed = count_bytes_alone(ways, is_home=True)
+        fitting = needed <= self.scenario.memory.capacity(first)
+        ways, needed = ways[fitting], needed[fitting]
+        work, known = self.scenario.workload.work(call), self.interleaved.get(call.model_role)
+        columns = zip(ways.strategies, ways.seconds.tolist(), find_least(ways.seconds, needed), strict=True)
+        found = []
+        for strategy, seconds, least in columns:
+            most = shape.layers // strategy.pp if strategy.pp > 1 and strategy.zero == 1 else 1
+            for vpp in turns:
+                if not 1 < vpp <= most:
+                    continue
+                if call.kind is Kind.INFERENCE and known is not None:
+                    worth = (strategy.degrees, strategy.ep, vpp) in known
+                else:
+                    saved = estimate_saving(work, strategy, vpp)
+                    worth = seconds * (1 - saved) < (1 - WORTH_INTERLEAVING[call.kind]) * least
+                if worth:
+                    found.append(strategy.with_degrees(vpp=vpp))
+        return found
+
     def _can_decode(self, call: Call, strategy: Strategy) -> bool:
         """Check whether generation can have a strategy, and whether this strategy may be worth it. Ranks of a TP
         group that divide whole experts read as many bytes as ranks that cut them."""
@@ -371,6 +432,8 @@ class _Builder:
         limit = self.scenario.memory.capacity(first)
         needed = count_bytes_alone(ways, is_home=True)
         fitting = ways[needed <= limit]
+        if call.kind is Kind.TRAIN or call.model_role not in self.interleaved:
+            fitting = drop_idle_turns(call.kind, fitting, needed[needed <= limit])
         if not len(fitting):
             # The error message describes the way with the smallest shortage.
             return ways[np.argsort(needed, kind="stable")[:1]]

@@ -15,6 +15,9 @@ from realrl.program.arrays import Floats
 from realrl.program.memory import StoredModel
 from realrl.program.order import changed_sets
 
+WORTH_INTERLEAVING = {Kind.INFERENCE: 0.1, Kind.TRAIN: 0.02}
+"""An interleaved pipeline with more turns must save this fraction of a call's time. Inference is a small part of a
+step."""
 _WORTH_OFFLOADING = 0.05
 """State that takes less than this fraction of device memory is not offloaded."""
 
@@ -61,6 +64,32 @@ def drop_dominated(ways: Ways) -> Ways:
     loaded = [np.where(ways.offload, column, 0.0) for column in moving]
     held = [ways.resident_bytes, ways.working_bytes, ways.weights_bytes, -ways.base_bytes, ways.host_bytes]
     return ways[find_undominated(np.array(layouts), [ways.seconds, ways.capture_seconds, *held, *loaded])]
+
+
+def drop_idle_turns(kind: Kind, ways: Ways, needed: Floats) -> Ways:
+    """Drop interleaved ways that are hardly faster than some way with fewer turns that needs no more memory. All
+    ways must be for one mesh; `needed` has their bytes.
+
+    This is a heuristic, because the way with fewer turns may have another layout. But more turns make no
+    reallocation shorter, because calls that generate are not interleaved.
+    """
+    vpp = np.array([strategy.vpp for strategy in ways.strategies])
+    kept = vpp == 1
+    for turns in np.unique(vpp[~kept]).tolist():
+        fewer, same = vpp < turns, vpp == turns
+        least = find_least(ways.seconds[fewer], needed[fewer], needed[same])
+        kept[same] = ways.seconds[same] < (1 - WORTH_INTERLEAVING[kind]) * least
+    return ways[kept]
+
+
+def find_least(seconds: Floats, needed: Floats, limits: Floats | None = None) -> Floats:
+    """Find the least seconds of all ways that need at most some bytes, for each of `limits`, or for the bytes
+    that each way needs. They are infinite if no way needs so little."""
+    order = np.argsort(needed, kind="stable")
+    least = np.minimum.accumulate(np.append(np.inf, seconds[order]))
+    return np.asarray(
+        least[np.searchsorted(needed[order], needed if limits is None else limits, side="right")]
+    )
 
 
 def list_ways(scenario: Scenario, call: Call, placements: Sequence[Placement], *, shares: bool) -> Ways:

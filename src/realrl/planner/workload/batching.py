@@ -269,3 +269,12 @@ def records_per_rank(work: CallWork, strategy: Strategy) -> int:
     if whole < strategy.dp:
         raise UserError(f"a mini-batch of {whole} records cannot be split over dp={strategy.dp}")
     return -(-whole // strategy.dp)
+
+
+def estimate_saving(work: CallWork, strategy: Strategy, vpp: int) -> float:
+    """Estimate the share of a call's time that `vpp` virtual stages save, if all stages take the same time
+    (`Stages.bubble`)."""
+    records = records_per_rank(work, strategy)
+    full = records * work.per_item * work.mean / strategy.micro_batch_tokens
+    count = min(records, max(full, CHUNKS_PER_STAGE * strategy.pp))
+    return (min(count, strategy.pp) - 1) * (1 - 1 / vpp) / (count + strategy.pp - 1)

@@ -1,7 +1,6 @@
 """Shard sizes of a model on one TP rank."""
 
 import math
-from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -15,12 +14,13 @@ from realrl.families.shape import Head, LayerOptions, ModelShape, split_kinds
 from realrl.families.tensors import Parameter, Partial, Place, TensorSpec
 from realrl.layout.limits import count_kept_logit_rows, count_logit_rows
 from realrl.layout.local_tensors import count_shard_rows, local_tensor
-from realrl.layout.ranges import check_experts, feed_forward, padded_vocabulary, stage_layers
+from realrl.layout.ranges import check_experts, feed_forward, padded_vocabulary, virtual_stage_layers
 from realrl.layout.sets import WHOLE, ParameterSet, TrainablePart, build_parameter_sets
 from realrl.layout.shard import Shard
 from realrl.plan.placement import Dtype
 from realrl.planner.cluster.devices import DeviceKind
-from realrl.program.arrays import Bools, Ints, Real, tabulate_stages, truncate
+from realrl.planner.workload.stages import Stages, count_within
+from realrl.program.arrays import Bools, Ints, Real, truncate
 from realrl.program.memory import StoredModel
 
 _ALIGNED = 8
@@ -373,9 +373,9 @@ class LocalSizes:
         layers = [sizes.find_layer(0) for sizes in self.sets.values()]
         return sum(max(layer.elements) + layer.experts for layer in layers)
 
-    def count_differentiated(self, pp: Ints) -> Ints:
+    def count_differentiated(self, stages: Stages) -> Ints:
         """Count the layers of each pipeline stage that gradients flow through, [stages, strategies]."""
-        counts = [kind.count(pp, within=self.differentiated_layers) for kind in self.kinds]
+        counts = [kind.count(stages, within=self.differentiated_layers) for kind in self.kinds]
         return np.sum(counts, axis=0)
 
     @cached_property
@@ -433,26 +433,35 @@ class KindSizes:
     layers: tuple[int, ...]
     """Numbers of these layers in the whole model, ascending."""
 
-    def count(self, pp: Ints, *, within: range | None = None) -> Ints:
+    def count(self, stages: Stages, *, within: range | None = None) -> Ints:
         """Count these layers on each pipeline stage, or those of them in a range, [stages, strategies]."""
-        layers = self.layers if within is None else tuple(n for n in self.layers if n in within)
-        of_model = self.sizes.shape.layers
-        return tabulate_stages(lambda degree: _count_on_stages(layers, of_model, degree), pp)
+        layers, of_model = self.list_within(within), self.sizes.shape.layers
+        return stages.tabulate(lambda pp, vpp: _count_on_stages(layers, of_model, pp, vpp))
 
-    def end_stages(self, pp: Ints) -> Ints:
+    def count_flying(self, stages: Stages, micro_batches: Ints, *, within: range) -> Ints:
+        """Count these layers, as far as they are in a range, in all passes whose activations a pipeline stage
+        keeps at a time (`Stages.count_flying_layers`)."""
+        return stages.count_flying_layers(micro_batches, self.list_within(within), self.sizes.shape.layers)
+
+    def list_within(self, within: range | None) -> tuple[int, ...]:
+        """List the numbers of these layers, or of those in a range, ascending."""
+        return self.layers if within is None else tuple(n for n in self.layers if n in within)
+
+    def end_stages(self, stages: Stages) -> Ints:
         """Mark the pipeline stages whose last layer is one of these, with 1, [stages, strategies]."""
         layers, of_model = frozenset(self.layers), self.sizes.shape.layers
-        return tabulate_stages(
-            lambda degree: [int(stage.stop - 1 in layers) for stage in stage_layers(of_model, degree)], pp
+        return stages.tabulate(
+            lambda pp, vpp: [
+                int(runs[-1].stop - 1 in layers) for runs in virtual_stage_layers(of_model, pp, vpp)
+            ]
         )
 
 
 @lru_cache(maxsize=4096)
-def _count_on_stages(layers: tuple[int, ...], of_model: int, pp: int) -> tuple[int, ...]:
+def _count_on_stages(layers: tuple[int, ...], of_model: int, pp: int, vpp: int) -> tuple[int, ...]:
     """Count some of a model's layers, given in ascending order, on each stage of a pipeline."""
     return tuple(
-        bisect_left(layers, stage.stop) - bisect_left(layers, stage.start)
-        for stage in stage_layers(of_model, pp)
+        sum(count_within(layers, run) for run in runs) for runs in virtual_stage_layers(of_model, pp, vpp)
     )
 
 
@@ -494,16 +503,16 @@ class SetSizes:
         return next((kind for kind in self.kinds if layer in kind.layers), nothing)
 
     @lru_cache(maxsize=4096)  # noqa: B019 -- instances are few and small
-    def stage_layers(self, pp: int) -> tuple[int, ...]:
+    def stage_layers(self, pp: int, vpp: int = 1) -> tuple[int, ...]:
         """Count the layers of the set on each stage of a pipeline."""
-        return _count_on_stages(self.layers, self.layers_of_model, pp)
+        return _count_on_stages(self.layers, self.layers_of_model, pp, vpp)
 
-    def stage_elements(self, pp: int) -> tuple[int, ...]:
+    def stage_elements(self, pp: int, vpp: int = 1) -> tuple[int, ...]:
         """Compute the elements that each pipeline stage stores on its TP rank with the most elements, without those
         of `stage_experts`."""
         stages = [[0] * len(self.embedding) for _ in range(pp)]
         for kind in self.kinds:
-            for own, layers in zip(stages, self._count(kind, pp), strict=True):
+            for own, layers in zip(stages, self._count(kind, pp, vpp), strict=True):
                 for t, elements in enumerate(kind.elements):
                     own[t] += layers * elements
         for stage, own in enumerate(stages):
@@ -514,11 +523,11 @@ class SetSizes:
                     own[t] += self.end[t]
         return tuple(map(max, stages))
 
-    def stage_experts(self, pp: int) -> tuple[int, ...]:
+    def stage_experts(self, pp: int, vpp: int = 1) -> tuple[int, ...]:
         """Compute the elements of whole experts that a rank of each pipeline stage stores under expert
         parallelism."""
-        counts = [[layers * kind.experts for layers in self._count(kind, pp)] for kind in self.kinds]
+        counts = [[layers * kind.experts for layers in self._count(kind, pp, vpp)] for kind in self.kinds]
         return tuple(map(sum, zip(*counts, strict=True))) if counts else (0,) * pp
 
-    def _count(self, kind: LayerSizes, pp: int) -> tuple[int, ...]:
-        return _count_on_stages(kind.layers, self.layers_of_model, pp)
+    def _count(self, kind: LayerSizes, pp: int, vpp: int) -> tuple[int, ...]:
+        return _count_on_stages(kind.layers, self.layers_of_model, pp, vpp)

@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 import numpy as np
 
-from realrl.layout.ranges import stage_layers
 from realrl.plan.axes import Degrees
 from realrl.plan.placement import Dtype, Strategy
-from realrl.program.arrays import Bools, Ints, tabulate_stages
+from realrl.planner.workload.stages import Stages
+from realrl.program.arrays import Bools, Ints
 from realrl.program.memory import StoredModel
 
 
@@ -29,6 +30,7 @@ class Strategies:
     dp: Ints
     cp: Ints
     pp: Ints
+    vpp: Ints
     micro_batch_tokens: Ints
     recompute: Bools
 
@@ -47,6 +49,7 @@ class Strategies:
             dp=np.array([s.dp for s in alike]),
             cp=np.array([s.cp for s in alike]),
             pp=np.array([s.pp for s in alike]),
+            vpp=np.array([s.vpp for s in alike]),
             micro_batch_tokens=np.array([s.micro_batch_tokens for s in alike]),
             recompute=np.array([s.recompute for s in alike]),
         )
@@ -61,10 +64,9 @@ class Strategies:
         """Number of ranks that compute with the same experts."""
         return self.copies if self.ep == 1 else self.copies * self.tp // self.ep
 
-    def spread_layers(self, layers: int) -> Ints:
-        """Count the layers of a model on each stage, [stages, strategies]. The count is 0 past a strategy's last
-        stage."""
-        return tabulate_stages(lambda pp: list(map(len, stage_layers(layers, pp))), self.pp)
+    @cached_property
+    def stages(self) -> Stages:
+        return Stages(self.pp, self.vpp)
 
     def dtype_of(self, model: StoredModel) -> Dtype:
         """Find the data type of a model's parameters and activations under these strategies."""
