@@ -1,7 +1,9 @@
 """A dry run of the pipeline schedule, with interleaved stages or without."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
+
+from realrl.engine.pass_schedule import Action
 
 
 class Pass(NamedTuple):
@@ -73,6 +75,36 @@ def run_schedule(
                 clock[stage] = ends[kind, place, i] = start + seconds[stage] / vpp
                 done[stage] += 1
         assert sum(done) > before, "the schedule has no deadlock"
+    return max(clock)
+
+
+def run_actions(
+    actions: Sequence[Sequence[Action]], vpp: int, seconds: Mapping[str, Sequence[float]]
+) -> float:
+    """Return the seconds of a step with these actions of each stage.
+
+    `seconds`: time of a micro-batch on each stage by kind of action, all turns together. Messages take no time.
+    """
+    pp, ends = len(actions), dict[tuple[str, int, int], float]()
+    clock, left = [0.0] * pp, [list(of_stage) for of_stage in actions]
+    while any(left):
+        before = sum(map(len, left))
+        for stage, of_stage in enumerate(left):
+            while of_stage:
+                action = of_stage[0]
+                place, i = action.virtual * pp + stage, action.micro_batch
+                needs = {
+                    "F": ("F", place - 1, i),
+                    "B": ("F", place, i) if place == pp * vpp - 1 else ("B", place + 1, i),
+                    "W": ("B", place, i),
+                }
+                needed = needs[action.kind] if action.kind != "F" or place else None
+                if needed is not None and needed not in ends:
+                    break
+                start = max(clock[stage], 0.0 if needed is None else ends[needed])
+                clock[stage] = ends[action.kind, place, i] = start + seconds[action.kind][stage] / vpp
+                of_stage.pop(0)
+        assert sum(map(len, left)) < before, "the schedule has no deadlock"
     return max(clock)
 
 

@@ -200,6 +200,7 @@ class LoneRank:
                 TrainOptions(
                     max_tokens=strategy.micro_batch_tokens,
                     recompute=strategy.recompute,
+                    zero_bubble=strategy.zero_bubble,
                     candidates=sequences.candidates,
                 ),
                 lr=0.0,

@@ -64,17 +64,18 @@ def make_schedule(
 
     `splits`: whether backward passes leave out the gradients of weights. No other stage waits for these, so a stage
     computes them while it would wait itself (zero bubble, arXiv 2401.10241; without virtual stages, this is its
-    schedule ZB-H1). No stage then holds the activations of more passes than the first one does without splits.
+    schedule ZB-H1). A stage then holds as many passes as the first one does without splits: as many between their
+    forward and backward passes as before, and as many more after their backward passes as are missing, and one.
 
     `first`: place of the first virtual stage with something to train, in the order in which a micro-batch passes
     virtual stages. Virtual stages up to it send no gradients back.
     """
-    orders, most = [], 0
+    orders, holds = [], []
     for stage in range(stages):
         passes, warmup = _order_passes(stages, stage, micro_batches, virtual, backward=backward)
         orders.append(passes)
-        most = max(most, warmup + 1)
-    return _DryRun(orders, virtual, most if splits else None, first).run()
+        holds.append(warmup + 1)
+    return _DryRun(orders, virtual, holds if splits else None, first).run()
 
 
 def _order_passes(
@@ -130,11 +131,16 @@ class _DryRun:
     weights one of these two."""
 
     def __init__(
-        self, orders: Sequence[Sequence[Action]], virtual: int, most: int | None, first: int
+        self, orders: Sequence[Sequence[Action]], virtual: int, holds: Sequence[int] | None, first: int
     ) -> None:
-        """`orders`: forward and backward passes of each stage. `most`: number of passes whose activations a stage
-        may hold if backward passes leave out gradients of weights; None if they don't."""
-        self._virtual, self._most, self._first = virtual, most, first
+        """`orders`: forward and backward passes of each stage. `holds`: if backward passes leave out gradients of
+        weights, the number of passes between whose forward and backward passes each stage is at a time, or more."""
+        self._virtual, self._first = virtual, first
+        self._splits = holds is not None
+        self._most = max(holds or [0])
+        """Number of passes that a stage may hold if backward passes leave out gradients of weights."""
+        self._most_left_out = [self._most - hold + 1 for hold in holds or ()]
+        """Number of passes whose gradients of weights a stage may leave out before its next backward pass."""
         self._left = [deque(actions) for actions in orders]
         self._left_out: list[deque[Action]] = [deque() for _ in orders]
         """Gradients of weights that each stage still has to compute."""
@@ -161,7 +167,7 @@ class _DryRun:
             if action is None:
                 continue
             actions[stage].append(action)
-            free[stage] = time + (2 if action.kind == "B" and self._most is None else 1)
+            free[stage] = time + (2 if action.kind == "B" and not self._splits else 1)
             heapq.heappush(due, (free[stage], stage))
             message = find_message(action, len(stages), self._virtual, self._first)
             if message is not None:
@@ -176,11 +182,10 @@ class _DryRun:
     def _choose(self, stage: int, time: int) -> Action | None:
         """Choose and count what a stage does at a time; None if it waits."""
         left, left_out = self._left[stage], self._left_out[stage]
-        full = self._most is not None and self._held[stage] >= self._most
         action = left[0] if left else None
         if action is not None and action in self._needs and self._arrivals.get(action, time + 1) > time:
             action = None
-        if left_out and (action is None or (full and action.kind == "F")):
+        if left_out and (action is None or self._is_full(stage, action)):
             self._held[stage] -= 1
             return left_out.popleft()
         if action is None:
@@ -188,8 +193,14 @@ class _DryRun:
         left.popleft()
         if action.kind == "F":
             self._held[stage] += 1
-        elif self._most is None:
+        elif not self._splits:
             self._held[stage] -= 1
         else:
             left_out.append(replace(action, kind="W"))
         return action
+
+    def _is_full(self, stage: int, action: Action) -> bool:
+        """Check whether a stage must compute gradients of weights before it has memory for an action."""
+        if action.kind == "F":
+            return self._held[stage] >= self._most
+        return len(self._left_out[stage]) >= self._most_left_out[stage]

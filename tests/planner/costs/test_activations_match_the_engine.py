@@ -90,8 +90,8 @@ NEW_TOKENS = 24
 
 
 def place(words: Sequence[str], tokens: int = 1 << 20) -> Placement:
-    """`dp tp pp`, with c and e and the degrees of context and expert parallelism, s for sequence parallelism, r for
-    recomputation, and the stage of ZeRO."""
+    """`dp tp pp`, with c and e and the degrees of context and expert parallelism, v and the number of virtual
+    stages, s for sequence parallelism, r for recomputation, w for a zero bubble, and the stage of ZeRO."""
     dp, tp, pp, *flags = " ".join(words).split()
     strategy = Strategy(
         dp=int(dp),
@@ -100,8 +100,10 @@ def place(words: Sequence[str], tokens: int = 1 << 20) -> Placement:
         tp=int(tp),
         pp=int(pp),
         micro_batch_tokens=tokens,
+        vpp=next((int(flag[1:]) for flag in flags if flag[0] == "v"), 1),
         sequence_parallel="s" in flags,
         recompute="r" in flags,
+        zero_bubble="w" in flags,
         zero=next((stage for stage in (2, 3) if str(stage) in flags), 1),
     )
     return Placement(Mesh(0, strategy.size), strategy)
@@ -307,6 +309,22 @@ UNEVEN = GROUPED.model_copy(update={"heads": 9, "kv_heads": 3})
 def test_parallel_ranks_allocate_the_predicted_bytes(strategy: str, kind: str) -> None:
     name, *flags = kind.split()
     check(name, StoredModel(GROUPED, "lm", "float32", True), place([strategy, *flags], 400), EVEN)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "1 1 2 v2", "1 1 2 v2 r", "1 2 2 v2 s", "1 1 2 w", "1 1 4 w", "1 1 2 w r", "1 1 2 v2 w", "1 1 2 v2 w r",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("family", [None, "qwen3_moe"])
+def test_virtual_stages_and_zero_bubbles_allocate_the_predicted_bytes(
+    strategy: str, family: str | None
+) -> None:
+    shape = GROUPED if family is None else FAMILIES[family]
+    # With recomputation, one of the two layers of a stage is counted twice.
+    over = 0.25 if {"w", "r"} <= {*strategy.split()} else TOLERANCE
+    check("train", StoredModel(shape, "lm", "float32", True), place([strategy], 400), EVEN, over=over)
 
 
 @pytest.mark.parametrize("kind", KINDS)

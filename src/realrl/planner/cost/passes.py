@@ -149,6 +149,7 @@ def _list_trained_layers(
             communication=rounds * layer_communication.device,
             keys=rounds * keys.device,
             experts=rounds * experts.device,
+            weights=context.timing.weight_gradients(size),
         ),
         _EqualLayers(
             counts=context.counts - updated,
@@ -345,6 +346,8 @@ class _EqualLayers:
     """Seconds in which CP ranks gather a layer's keys and values for one chunk."""
     experts: Real = 0.0
     """Seconds in which EP ranks exchange a layer's tokens for one chunk."""
+    weights: Real = 0.0
+    """Part of the layer's seconds for gradients of weights, which no other stage waits for."""
 
     @property
     def busy(self) -> Real:
@@ -377,12 +380,18 @@ def _cost_pipeline(
     stages = sum(one.counts * one.seconds for one in layers) + own + communication + results
     slowest = stages.argmax(axis=0), np.arange(len(pp))
     counted = [(one.counts[slowest], one) for one in layers]
+    bubble = context.strategies.stages.bubble(chunks.count, stages)
+    apart = context.strategies.zero_bubble
+    if apart.any():
+        weights = np.asarray(sum(one.counts * one.weights for one in layers))
+        filled = context.strategies.stages.zero_bubble(chunks.count, stages, weights)
+        bubble = np.where(apart, filled, bubble)
     terms = {
         "compute": chunks.count * (sum(n * one.layer.device for n, one in counted) + own[slowest]),
         "tensor": chunks.count * (sum(n * one.communication for n, one in counted) + communication[slowest]),
         "context": chunks.count * (sum(n * one.keys for n, one in counted) + results[slowest]),
         "experts": chunks.count * np.asarray(sum(n * one.experts for n, one in counted)),
         "launch": chunks.count * np.asarray(sum(n * one.wait for n, one in counted)),
-        "bubble": context.strategies.stages.bubble(chunks.count, stages),
+        "bubble": bubble,
     }
     return terms, stages

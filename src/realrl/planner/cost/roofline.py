@@ -190,6 +190,15 @@ class Roofline:
         elements = sum(outputs * inputs for outputs, inputs in sizes.matmul_shapes)
         return self.traffic(own * (elements + of_experts))
 
+    def weight_gradients(self, tokens: Real) -> Real:
+        """Predict the seconds of the gradients of a layer's matrices: a part of `layer_backward`, with
+        `accumulate_gradients`. Those of adapters do not count."""
+        sizes = self.sizes
+        if sizes.frozen_matrices:
+            return 0.0
+        products = sum(self.matmul(outputs, inputs, tokens) for outputs, inputs in sizes.matmul_shapes)
+        return products + self.experts(tokens) + self.accumulate_gradients(tokens)
+
     def head(self, tokens: Real) -> Real:
         """Predict the seconds to compute the log-probabilities, or the values, of all tokens."""
         if self.sizes.head == "scalar":

@@ -112,6 +112,13 @@ class Timing:
         device = self.roofline.layer_backward(size.tokens, size.squares) + adding
         return self._device_host_time(device, self._backward_operations)
 
+    def weight_gradients(self, size: BatchSize) -> Real:
+        """Predict the seconds of a layer's backward pass in which it computes the gradients of its matrices. If the
+        pass is measured, the roofline predicts their share."""
+        adding = self.roofline.accumulate_gradients(size.tokens)
+        whole = self.roofline.layer_backward(size.tokens, size.squares) + adding
+        return self.backward(size).device * self.roofline.weight_gradients(size.tokens) / whole
+
     def _divided_share(self, size: BatchSize, *, backward: bool) -> Real:
         """Time of a layer whose experts are divided among ranks, relative to the measured layer, whose experts are
         cut. The roofline predicts the ratio."""

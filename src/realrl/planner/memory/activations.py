@@ -146,6 +146,9 @@ class Activations:
             kind.count_flying(stages, chunks, within=differentiated) for kind in self.sizes.kinds
         ]
         every = self.kept(tokens, flying_layers, passes=flying)
+        if self.strategies.zero_bubble.any():
+            apart = self._keep_apart(tokens, [-(-count // vpp) for count in counts], flying, each, every)
+            every = np.where(self.strategies.zero_bubble, apart, every)
         # Recomputation holds a whole layer. This counts the layer's input twice, in place of its output, which
         # torch holds although nothing reads it.
         inside = self._most(
@@ -214,6 +217,20 @@ class Activations:
         )
         there = np.asarray(sum(layers)) > 0
         return self.layer.bytes(tokens, numbers) + np.where(there, passes * self._shared(tokens), 0)
+
+    def _keep_apart(
+        self, tokens: Real, layers: Sequence[Ints], flying: Ints, each: Ints, every: Ints
+    ) -> Ints:
+        """Compute the bytes that all passes keep if gradients of weights are computed apart.
+
+        `layers`: the largest number of layers of each kind of a pass. A stage keeps as many passes as the first
+        stage does otherwise: `flying` of them before their backward passes, which keep `every` byte, or fewer. The
+        current backward pass turns the activations of a pass, of `each` bytes, into what its gradients need (see
+        `engine.pass_schedule`). With recomputation, this counts about one layer twice.
+        """
+        numbers = sum(count * own.left_out for count, own in zip(layers, self.by_kind, strict=True))
+        left_out = self.layer.bytes(tokens, numbers)
+        return every - each + np.maximum(each, left_out) + (flying[0] - flying) * left_out
 
     def cache(self, tokens: Real, layers: Ints) -> Ints:
         return kv_cache_bytes(self.sizes, tokens=tokens, layers=layers, element_bytes=self.element_bytes)

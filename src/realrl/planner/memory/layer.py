@@ -134,6 +134,23 @@ class LayerMemory:
         attention = attention + self._gathered
         return norms + attention + self._kept_block + self._kept_adapters
 
+    @cached_property
+    def left_out(self) -> Real:
+        """Elements per token that are kept from a backward pass until the gradients of weights are computed, if
+        these are computed apart: the inputs of matrices, and the gradients of their outputs."""
+        sizes, hidden = self.sizes, self.hidden
+        if sizes.frozen_matrices:
+            return 0.0
+        attention = hidden + self._qkv + sizes.q_dim + hidden
+        # Whether or not there are experts, the block's input is kept once.
+        shared = sizes.shared_blocks * (sizes.gate_up_dim + sizes.ffn_dim + hidden)
+        if not sizes.experts:
+            return attention + hidden + shared
+        inner, gate_up = sizes.expert_dim, sizes.expert_gate_up_dim
+        arrived = self.hidden if sizes.weighs_inputs or sizes.ep > 1 else 0
+        rows = self._rows * (gate_up + inner + hidden + arrived)
+        return attention + hidden + shared + rows + sizes.experts * self._float32
+
     @property
     def _kept_block(self) -> float:
         """Elements per token that feed-forward blocks keep: gate, up and their product.

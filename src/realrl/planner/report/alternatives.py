@@ -81,13 +81,15 @@ def _possible(scenario: Scenario, plans: Iterable[Plan]) -> Iterator[Plan]:
 
 def _neighbours(scenario: Scenario, call: Call, placement: Placement) -> Iterator[Placement]:
     """Yield a placement, then variants on the same devices: with one degree halved in favour of DP, or
-    fewer virtual stages, or with recomputation toggled."""
+    fewer virtual stages, or with recomputation toggled, or without a zero bubble."""
     yield placement
     s = placement.strategy
     changes: list[Strategy] = []
     halved = s.degrees.changed({"tp": max(1, s.tp // 2), "dp": 2 * s.dp})
     if call.kind is Kind.TRAIN:
         changes.append(replace(s, recompute=not s.recompute))
+        if s.zero_bubble:
+            changes.append(replace(s, zero_bubble=False))
     if s.tp % 2 == 0 and divides_experts(halved, s.ep):
         changes.append(
             replace(
@@ -97,7 +99,8 @@ def _neighbours(scenario: Scenario, call: Call, placement: Placement) -> Iterato
     if s.cp % 2 == 0:
         changes.append(s.with_degrees(cp=s.cp // 2, dp=2 * s.dp))
     if s.pp % 2 == 0:
-        changes.append(s.with_degrees(pp=s.pp // 2, dp=2 * s.dp, vpp=s.vpp if s.pp > 2 else 1))
+        halved_stages = replace(s, zero_bubble=s.zero_bubble and s.pp > 2)
+        changes.append(halved_stages.with_degrees(pp=s.pp // 2, dp=2 * s.dp, vpp=s.vpp if s.pp > 2 else 1))
     if s.vpp % 2 == 0:
         changes.append(s.with_degrees(vpp=s.vpp // 2))
     if s.ep % 2 == 0:
@@ -212,6 +215,7 @@ _RESPECTS: Mapping[str, Callable[[Candidate], object]] = {
     "type": lambda one: one.placement.strategy.dtype,
     "stage of ZeRO": lambda one: one.placement.strategy.zero,
     "recomputation": lambda one: one.placement.strategy.recompute,
+    "zero bubble": lambda one: one.placement.strategy.zero_bubble,
     "offload": lambda one: (one.offload, one.offload_optimizer),
     "copies": lambda one: one.keep,
 }

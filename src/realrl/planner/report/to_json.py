@@ -131,6 +131,7 @@ def _placement(placement: Placement, *, function: bool) -> dict[str, Any]:
         **strategy.all_degrees.named(),
         "micro_batch_tokens": strategy.micro_batch_tokens,
         "recompute": strategy.recompute,
+        "zero_bubble": strategy.zero_bubble,
         "zero": strategy.zero,
         "dtype": strategy.dtype,
     }

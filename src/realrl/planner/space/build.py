@@ -36,7 +36,7 @@ from realrl.planner.space.ways import (
     add_keeping,
     add_offloading,
     drop_dominated,
-    drop_idle_turns,
+    drop_slow_variants,
     find_least,
     list_ways,
 )
@@ -189,6 +189,8 @@ class SearchSpace:
     """EP degrees, among those of `list_expert_degrees`. None means all of these."""
     virtual: tuple[int, ...] | None = None
     """Numbers of virtual stages of each pipeline stage, among those of `list_turns`. None means all of these."""
+    zero_bubble: tuple[bool, ...] = (False, True)
+    """Whether train calls may compute the gradients of weights apart from backward passes."""
     dtypes: tuple[Dtype, ...] = ()
     """Data types that parameters of calls may have in addition to the model's own. Train calls keep the model's own
     type."""
@@ -386,8 +388,8 @@ class _Builder:
                 yield strategy
 
     def _interleave(self, call: Call, ways: Ways, first: int) -> list[Strategy]:
-        """List interleaved variants of the strategies of a call on a mesh that may be worth it: because they save
-        time, or because inference finds its role's parameters in this layout."""
+        """List variants of the strategies of a call on a mesh, with virtual stages or zero bubbles, that may be
+        worth it: because they save time, or because inference finds its role's parameters in this layout."""
         shape, allowed = self.scenario.models[call.model_role].shape, self.search_space.virtual
         turns = [n for n in list_turns(call.kind, shape.layers) if allowed is None or n in allowed]
         needed = count_bytes_alone(ways, is_home=True)
@@ -395,19 +397,21 @@ class _Builder:
         ways, needed = ways[fitting], needed[fitting]
         work, known = self.scenario.workload.work(call), self.interleaved.get(call.model_role)
         columns = zip(ways.strategies, ways.seconds.tolist(), find_least(ways.seconds, needed), strict=True)
+        apart = self.search_space.zero_bubble if call.kind is Kind.TRAIN else (False,)
+        options = [*product(sorted({1, *turns}), apart)]
         found = []
         for strategy, seconds, least in columns:
-            most = shape.layers // strategy.pp if strategy.pp > 1 and strategy.zero == 1 else 1
-            for vpp in turns:
-                if not 1 < vpp <= most:
+            most = shape.layers // strategy.pp if strategy.pp > 1 and strategy.zero == 1 else 0
+            for vpp, zero_bubble in options:
+                if vpp > most or (vpp == 1 and not zero_bubble):
                     continue
                 if call.kind is Kind.INFERENCE and known is not None:
                     worth = (strategy.degrees, strategy.ep, vpp) in known
                 else:
-                    saved = estimate_saving(work, strategy, vpp)
+                    saved = estimate_saving(work, strategy, vpp, zero_bubble=zero_bubble)
                     worth = seconds * (1 - saved) < (1 - WORTH_INTERLEAVING[call.kind]) * least
                 if worth:
-                    found.append(strategy.with_degrees(vpp=vpp))
+                    found.append(replace(strategy.with_degrees(vpp=vpp), zero_bubble=zero_bubble))
         return found
 
     def _can_decode(self, call: Call, strategy: Strategy) -> bool:
@@ -433,7 +437,7 @@ class _Builder:
         needed = count_bytes_alone(ways, is_home=True)
         fitting = ways[needed <= limit]
         if call.kind is Kind.TRAIN or call.model_role not in self.interleaved:
-            fitting = drop_idle_turns(call.kind, fitting, needed[needed <= limit])
+            fitting = drop_slow_variants(call.kind, fitting, needed[needed <= limit])
         if not len(fitting):
             # The error message describes the way with the smallest shortage.
             return ways[np.argsort(needed, kind="stable")[:1]]

@@ -66,18 +66,19 @@ def drop_dominated(ways: Ways) -> Ways:
     return ways[find_undominated(np.array(layouts), [ways.seconds, ways.capture_seconds, *held, *loaded])]
 
 
-def drop_idle_turns(kind: Kind, ways: Ways, needed: Floats) -> Ways:
-    """Drop interleaved ways that are hardly faster than some way with fewer turns that needs no more memory. All
-    ways must be for one mesh; `needed` has their bytes.
+def drop_slow_variants(kind: Kind, ways: Ways, needed: Floats) -> Ways:
+    """Drop ways with several turns or a zero bubble that are hardly faster than some simpler way that needs no more
+    memory: one with fewer turns, or with as many and no zero bubble. All ways must be for one mesh; `needed` has
+    their bytes.
 
     This is a heuristic, because the way with fewer turns may have another layout. But more turns make no
     reallocation shorter, because calls that generate are not interleaved.
     """
-    vpp = np.array([strategy.vpp for strategy in ways.strategies])
-    kept = vpp == 1
-    for turns in np.unique(vpp[~kept]).tolist():
-        fewer, same = vpp < turns, vpp == turns
-        least = find_least(ways.seconds[fewer], needed[fewer], needed[same])
+    ranks = np.array([2 * strategy.vpp + strategy.zero_bubble for strategy in ways.strategies])
+    kept = ranks == 2  # one turn, and no zero bubble
+    for rank in np.unique(ranks[~kept]).tolist():
+        simpler, same = ranks < rank, ranks == rank
+        least = find_least(ways.seconds[simpler], needed[simpler], needed[same])
         kept[same] = ways.seconds[same] < (1 - WORTH_INTERLEAVING[kind]) * least
     return ways[kept]
 

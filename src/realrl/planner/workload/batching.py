@@ -271,10 +271,11 @@ def records_per_rank(work: CallWork, strategy: Strategy) -> int:
     return -(-whole // strategy.dp)
 
 
-def estimate_saving(work: CallWork, strategy: Strategy, vpp: int) -> float:
-    """Estimate the share of a call's time that `vpp` virtual stages save, if all stages take the same time
-    (`Stages.bubble`)."""
+def estimate_saving(work: CallWork, strategy: Strategy, vpp: int, *, zero_bubble: bool) -> float:
+    """Estimate the share of a call's time that `vpp` virtual stages and a zero bubble save, if all stages take the
+    same time (`Stages.bubble`), and gradients of weights a third of it."""
     records = records_per_rank(work, strategy)
     full = records * work.per_item * work.mean / strategy.micro_batch_tokens
     count = min(records, max(full, CHUNKS_PER_STAGE * strategy.pp))
-    return (min(count, strategy.pp) - 1) * (1 - 1 / vpp) / (count + strategy.pp - 1)
+    left = 1 / (3 * vpp if zero_bubble else vpp)
+    return (min(count, strategy.pp) - 1) * (1 - left) / (count + strategy.pp - 1)

@@ -65,6 +65,21 @@ class Stages:
         turned = (self.vpp - 1) / self.vpp * np.maximum(0.0, whole - micro_batches * slowest)
         return np.asarray((whole - slowest) / self.vpp + turned)
 
+    def zero_bubble(self, micro_batches: Ints, seconds: Floats, weights: Floats) -> Floats:
+        """Compute what `bubble` computes, if stages leave the gradients of weights for the time in which they would
+        wait. `weights`: time of a micro-batch for these gradients on each stage, which is a part of `seconds`.
+
+        A stage waits for two ways of a micro-batch through the other stages, and these gradients fill a part of the
+        second one (arXiv 2401.10241, table 1). If the micro-batches are fewer than the stages, the first stage
+        waits until the first of them returns, and then goes on at the pace of the others.
+        """
+        slowest = seconds.argmax(axis=0), np.arange(seconds.shape[1])
+        others, rest = seconds - 2 * weights, seconds - weights
+        filled = (others.sum(axis=0) - others[slowest]) / self.vpp
+        last = ((micro_batches - 1) * rest[slowest] + weights[slowest]) / self.vpp
+        few = rest.sum(axis=0) + last - micro_batches * seconds[slowest]
+        return np.asarray(np.maximum(0.0, np.maximum(filled, few)))
+
     def delay(self, micro_batches: Ints, seconds: Floats, hop: Real) -> Floats:
         """Compute the seconds that messages of `hop` seconds add to forward passes.
 

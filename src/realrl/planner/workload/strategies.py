@@ -33,6 +33,7 @@ class Strategies:
     vpp: Ints
     micro_batch_tokens: Ints
     recompute: Bools
+    zero_bubble: Bools
 
     @classmethod
     def of(cls, alike: Sequence[Strategy]) -> Self:
@@ -52,6 +53,7 @@ class Strategies:
             vpp=np.array([s.vpp for s in alike]),
             micro_batch_tokens=np.array([s.micro_batch_tokens for s in alike]),
             recompute=np.array([s.recompute for s in alike]),
+            zero_bubble=np.array([s.zero_bubble for s in alike]),
         )
 
     @property
