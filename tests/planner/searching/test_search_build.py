@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from realrl.algorithms.ppo import ALGORITHM as PPO_SPEC
@@ -162,7 +163,7 @@ def test_small_micro_batches_are_tried_where_nothing_else_fits() -> None:
 def test_only_training_and_inference_in_its_layouts_interleave_if_this_saves_time() -> None:
     of = scenario(ClusterSpec.parse("a100-80g:4x8"))
     of = replace(of, workload=Workload(64, (4096,), (4096,), 4096))
-    lean = SearchSpace(recompute=(False,), offload=False, keep=False)
+    lean = SearchSpace(recompute=(False,), offload=False, keep=False, zero_bubble=(False,))
     found = build_problem(of, search_space=lean).candidates
     strategies = {name: [one.placement.strategy for one in candidates] for name, candidates in found.items()}
     turned = {name: {s for s in some if s.vpp > 1} for name, some in strategies.items()}
@@ -180,3 +181,23 @@ def test_only_training_and_inference_in_its_layouts_interleave_if_this_saves_tim
     for name, candidates in found.items():
         plain = {one for one in candidates if one.placement.strategy.vpp == 1}
         assert plain == set(without[name])
+
+
+def test_training_has_zero_bubbles_if_they_save_time() -> None:
+    of = scenario(ClusterSpec.parse("a100-80g:4x8"))
+    of = replace(of, workload=Workload(64, (4096,), (4096,), 4096))
+    lean = SearchSpace(recompute=(False,), offload=False, keep=False, virtual=(1,))
+    found = build_problem(of, search_space=lean).candidates
+    filled = {
+        name: [one for one in some if one.placement.strategy.zero_bubble] for name, some in found.items()
+    }
+    assert {name for name, some in filled.items() if some} == {"actor.train", "critic.train"}
+    plain = {one.placement: one.seconds for one in found["actor.train"]}
+    for one in filled["actor.train"]:
+        strategy = replace(one.placement.strategy, zero_bubble=False)
+        assert strategy.pp > 1 and strategy.zero == 1
+        assert one.seconds < plain.get(replace(one.placement, strategy=strategy), np.inf)
+    without = build_problem(of, search_space=replace(lean, zero_bubble=(False,))).candidates
+    for name, candidates in found.items():
+        # Ways without a zero bubble may be dominated by such with one.
+        assert {one for one in candidates if one not in filled[name]} <= set(without[name])

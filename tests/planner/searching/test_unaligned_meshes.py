@@ -27,7 +27,9 @@ def test_five_devices_train_the_larger_model_beside_three_for_the_smaller_one() 
         cost=CostModel(spec),
         memory=MemoryModel(spec),
     )
-    everything = build_problem(of, search_space=SearchSpace(recompute=(False,), zero=(1,), virtual=(1,)))
+    everything = build_problem(
+        of, search_space=SearchSpace(recompute=(False,), zero=(1,), virtual=(1,), zero_bubble=(False,))
+    )
     aligned = replace(
         everything,
         candidates={
