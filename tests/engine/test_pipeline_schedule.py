@@ -122,16 +122,19 @@ def test_gradients_of_weights_fill_two_thirds_of_the_time_in_which_stages_wait(
     most = max(map(_count_held, make_schedule(stages, micro_batches, virtual).actions))
     for stage, actions in enumerate(schedule):
         assert _count_held(actions, ends="W") <= most
+        own = _count_held(make_schedule(stages, micro_batches, virtual).actions[stage])
+        assert _count_held(actions) <= own
+        assert _count_held(actions, begins="B", ends="W") <= most - own + 1
         for kind in ("F", "B", "W"):
             passes = {(one.micro_batch, one.virtual) for one in actions if one.kind == kind}
             assert passes == {(i, turn) for i in range(micro_batches) for turn in range(virtual)}
         assert len(actions) == 3 * micro_batches * virtual and {one.stage for one in actions} == {stage}
 
 
-def _count_held(actions: Sequence[Action], ends: str = "B") -> int:
+def _count_held(actions: Sequence[Action], begins: str = "F", ends: str = "B") -> int:
     held, most = 0, 0
     for action in actions:
-        held += (action.kind == "F") - (action.kind == ends)
+        held += (action.kind == begins) - (action.kind == ends)
         most = max(most, held)
     return most
 

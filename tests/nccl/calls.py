@@ -1,7 +1,9 @@
 """What calls post on every rank of a placement: recordings of the engine with a tiny model."""
 
+from collections.abc import Sequence
 from functools import cache
 
+import pytest
 import torch
 
 from realrl.algorithms.sft_loss import SFTMethod
@@ -56,6 +58,35 @@ def record_call(kind: Kind, strategy: Strategy, place: int) -> tuple[Action, ...
     return tuple(recorder.actions)
 
 
+def record_uneven_training(strategy: Strategy, lengths: Sequence[int]) -> dict[int, tuple[Action, ...]]:
+    """Record what all ranks post in training on items of these lengths, if some have more micro-batches than
+    others. Ranks that are recorded alone cannot agree on numbers, so they are recorded twice."""
+    counts: list[list[int]] = []
+    most: list[int] = []
+
+    def note(_: Model, count: int) -> int:
+        counts[-1].append(count)
+        return count
+
+    def agree(_: Model, count: int) -> int:
+        counts[-1].append(count)
+        return most[len(counts[-1]) - 1]
+
+    recorded: dict[int, tuple[Action, ...]] = {}
+    everything = _batch(lengths)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.nccl.calls._batch", lambda: everything)
+        for method in (note, agree):
+            patch.setattr(Model, "agree_on_passes", method)
+            counts.clear()
+            for rank in range(strategy.size):
+                counts.append([])
+                recorded[rank] = record_call.__wrapped__(Kind.TRAIN, strategy, rank)
+            most = [max(of_ranks) for of_ranks in zip(*counts, strict=True)]
+            assert any(len({*of_ranks}) > 1 for of_ranks in zip(*counts, strict=True))
+    return recorded
+
+
 def run_call(kind: Kind, model: Model) -> None:
     """Run a call on this rank's items."""
     strategy = model.layout.placement.strategy
@@ -90,10 +121,10 @@ def run_call(kind: Kind, model: Model) -> None:
         )
 
 
-def _batch() -> Batch:
+def _batch(lengths: Sequence[int] = ()) -> Batch:
     generator = torch.Generator().manual_seed(5)
-    lengths = torch.randint(2, 13, (ITEMS,), generator=generator).tolist()
+    lengths = lengths or torch.randint(2, 13, (ITEMS,), generator=generator).tolist()
     tokens = Ragged.of([torch.randint(1, SHAPE.vocab_size, (n,), generator=generator) for n in lengths])
     mask = torch.ones_like(tokens.values)
     mask[list(tokens.offsets[:-1])] = 0
-    return Batch(tuple(range(ITEMS)), {"tokens": tokens, "loss_mask": Ragged(mask, tokens.lengths)})
+    return Batch(tuple(range(len(lengths))), {"tokens": tokens, "loss_mask": Ragged(mask, tokens.lengths)})

@@ -6,7 +6,7 @@ import pytest
 
 from realrl.dataflow.call import Kind
 from realrl.plan.placement import Strategy
-from tests.nccl.calls import record_call
+from tests.nccl.calls import record_call, record_uneven_training
 from tests.nccl.simulator import check
 
 STRATEGIES = [
@@ -40,3 +40,19 @@ ZERO_BUBBLE = [
 )
 def test_calls_end_even_if_every_operation_makes_the_host_wait(kind: Kind, strategy: Strategy) -> None:
     check({rank: record_call(kind, strategy, rank) for rank in range(strategy.size)})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "lengths"),
+    [
+        (
+            Strategy(cp=2, pp=2, vpp=2, micro_batch_tokens=28, zero_bubble=True),
+            (2, 12, 2, 3, 4, 5, 12, 3, 4, 3, 5, 2, 14, 5, 4, 4, 5, 3, 12, 5, 12, 12, 2, 4),
+        ),
+    ],
+    ids=str,
+)
+def test_ranks_with_fewer_micro_batches_keep_the_common_order_of_messages(
+    strategy: Strategy, lengths: tuple[int, ...]
+) -> None:
+    check(record_uneven_training(strategy, lengths))

@@ -244,10 +244,10 @@ class Model:
     ) -> tuple[Sequence[Action], PassMessages]:
         """Return the passes of this stage in order, and what carries the messages between them.
 
-        `parts`: the micro-batches of this rank. `count`: number of micro-batches in the schedule; for those after
-        `parts`, other stages exchange no messages. `first`: for training, the place of the first virtual stage with
-        something to train (`Shard.find_first_place`). `splits`: whether backward passes leave out the gradients of
-        weights.
+        `parts`: the micro-batches of this rank. `count`: number of micro-batches in the schedule. Those after
+        `parts` have no messages, and their actions are skipped (`PassMessages.skip`). `first`: for training, the
+        place of the first virtual stage with something to train (`Shard.find_first_place`). `splits`: whether
+        backward passes leave out the gradients of weights.
         """
         shard, train = self.shard, first is not None
         rows = [self.count_hidden_rows(micro_batch.own_tokens) for micro_batch in parts]
@@ -311,8 +311,8 @@ class Model:
         actions, messages = self.plan_passes(parts, count)
         for action in actions:
             if action.micro_batch >= len(parts):
+                messages.skip(action)
                 if joint:
-                    messages.flush()
                     self.run_idle(action.virtual)
                     if self.passes is not None:
                         self.passes.release()

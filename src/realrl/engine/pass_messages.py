@@ -36,8 +36,9 @@ class PrefetchedMessages:
         else:
             self._pipeline.send_gradient(made)
 
-    def flush(self) -> None:
-        """Send the messages that are held back. The next message of this stage may come much later."""
+    def skip(self, action: Action) -> None:
+        """Pass over an action of a micro-batch that this rank does not have, and that has no messages. The messages
+        that are held back are sent, because the next message of this stage may come much later."""
         self._pipeline.flush()
 
     def finish(self) -> None:
@@ -49,14 +50,11 @@ class OrderedMessages:
     """Messages that each stage posts in the one order of `Schedule.messages`."""
 
     def __init__(self, pipeline: Pipeline, order: Sequence[Message], rows: Sequence[int]) -> None:
-        """`order`: all messages of the pipeline. `rows`: number of rows of hidden states of each micro-batch; there
-        are no messages of other micro-batches."""
+        """`order`: all messages of the schedule. `rows`: number of rows of hidden states of each micro-batch of
+        this rank; messages of other micro-batches are never posted."""
         self._pipeline, self._rows, own = pipeline, rows, pipeline.group.index
         self._unposted = deque(
-            message
-            for message in order
-            if own in (message.made_by.stage, message.needed_by.stage)
-            and message.made_by.micro_batch < len(rows)
+            message for message in order if own in (message.made_by.stage, message.needed_by.stage)
         )
         self._needed: Mapping[Action, Message] = {
             message.needed_by: message for message in self._unposted if message.needed_by.stage == own
@@ -65,6 +63,8 @@ class OrderedMessages:
             message.made_by: message for message in self._unposted if message.made_by.stage == own
         }
         self._arriving: dict[Action, tuple[list[dist.Work], Tensor]] = {}
+        self._dropped: set[Action] = set()
+        """Actions that other ranks' micro-batches need, whose receives have been passed over."""
         self._sends = Sends(pipeline.group.size)
         if pipeline.receives_early:
             self._post_receives()
@@ -84,15 +84,25 @@ class OrderedMessages:
     def send(self, action: Action, made: Tensor) -> None:
         """See `PrefetchedMessages.send`."""
         message, tensor = self._made[action], made.detach().contiguous()
-        self._post_receives()
-        assert self._unposted.popleft() is message, "a message is sent as soon as it is made"
+        self._pass_over(message)
         works = self._pipeline.post(dist.isend, tensor, message.needed_by.stage, backward=action.kind == "B")
         self._sends.add(works, [tensor])
         if self._pipeline.receives_early:
             self._post_receives()
 
-    def flush(self) -> None:
-        """Do nothing, because no message is held back."""
+    def skip(self, action: Action) -> None:
+        """See `PrefetchedMessages.skip`. Receives before the messages that the action would have are posted at the
+        places of these messages: other stages count on it."""
+        needed, made = self._needed.get(action), self._made.get(action)
+        if needed is not None and action not in self._dropped:
+            self._post_receives(needed)
+        if made is not None:
+            self._pass_over(made)
+
+    def _pass_over(self, sent: Message) -> None:
+        """Post all receives before a message that this stage sends now, or passes over."""
+        self._post_receives()
+        assert self._unposted.popleft() is sent, "a message is sent as soon as it is made"
 
     def finish(self) -> None:
         """See `PrefetchedMessages.finish`."""
@@ -105,9 +115,12 @@ class OrderedMessages:
         while self._unposted and self._unposted[0].made_by.stage != pipeline.group.index:
             message = self._unposted.popleft()
             maker = message.made_by
-            buffer = pipeline.make_hidden(self._rows[maker.micro_batch])
-            works = pipeline.post(dist.irecv, buffer, maker.stage, backward=maker.kind == "B")
-            self._arriving[message.needed_by] = works, buffer
+            if maker.micro_batch < len(self._rows):
+                buffer = pipeline.make_hidden(self._rows[maker.micro_batch])
+                works = pipeline.post(dist.irecv, buffer, maker.stage, backward=maker.kind == "B")
+                self._arriving[message.needed_by] = works, buffer
+            else:
+                self._dropped.add(message.needed_by)
             if message is last:
                 return
 

@@ -64,8 +64,8 @@ def make_schedule(
 
     `splits`: whether backward passes leave out the gradients of weights. No other stage waits for these, so a stage
     computes them while it would wait itself (zero bubble, arXiv 2401.10241; without virtual stages, this is its
-    schedule ZB-H1). A stage then holds as many passes as the first one does without splits: as many between their
-    forward and backward passes as before, and as many more after their backward passes as are missing, and one.
+    schedule ZB-H1). Each stage may leave out the gradients of as many passes as its warm-up is shorter than that of
+    the first stage, and of one more.
 
     `first`: place of the first virtual stage with something to train, in the order in which a micro-batch passes
     virtual stages. Virtual stages up to it send no gradients back.
@@ -74,7 +74,7 @@ def make_schedule(
     for stage in range(stages):
         passes, warmup = _order_passes(stages, stage, micro_batches, virtual, backward=backward)
         orders.append(passes)
-        holds.append(warmup + 1)
+        holds.append(min(warmup + 1, micro_batches * virtual))
     return _DryRun(orders, virtual, holds if splits else None, first).run()
 
 
@@ -102,7 +102,8 @@ def _order_passes(
 
 
 def _group(micro_batches: int, stages: int) -> list[range]:
-    """Divide micro-batches into groups of at least `stages`, the larger ones first, or into a single group."""
+    """Divide micro-batches into groups of at least `stages`, the larger ones first. If there are fewer
+    micro-batches than stages, they are one group."""
     count = max(1, micro_batches // stages)
     size, larger = divmod(micro_batches, count)
     ends = [group * size + min(group, larger) for group in range(count + 1)]

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import cast
 
 import torch
@@ -29,6 +28,8 @@ from realrl.huggingface.tensor_conversion import read_parts
 ADAPTER_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """Prefix of all tensor names in PEFT's adapter files."""
+_RECENT = 4
+"""Number of tensors of a file that stay in memory."""
 _A, _B, _MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 
 
@@ -38,6 +39,7 @@ class AdapterFile:
     def __init__(self, saved: SavedAdapters) -> None:
         """Read the file's header. Raises UserError if the file is missing or damaged."""
         self.saved = saved
+        self._recent: dict[str, Tensor] = {}
         stored = {tensor.name: tensor for tensor in read_header(saved.directory / ADAPTER_FILE, None)}
         strange = [name for name in stored if not name.startswith(PREFIX)]
         if strange:
@@ -162,11 +164,14 @@ class AdapterFile:
             merged *= (magnitudes / norms)[:, None]
         return merged
 
-    @lru_cache(maxsize=4)  # noqa: B019 -- instances are few and short-lived
     def read(self, name: str) -> Tensor:
         """Read a tensor. The last few stay in memory, because a tensor may have the adapters of many experts."""
-        with open_file(self.saved.directory / ADAPTER_FILE) as reader:
-            return reader.get_tensor(f"{PREFIX}{name}")
+        if name not in self._recent:
+            while len(self._recent) >= _RECENT:
+                self._recent.pop(next(iter(self._recent)))
+            with open_file(self.saved.directory / ADAPTER_FILE) as reader:
+                self._recent[name] = reader.get_tensor(f"{PREFIX}{name}")
+        return self._recent[name]
 
 
 def _read_whole(stored: Tensor, spec: TensorSpec) -> Tensor:

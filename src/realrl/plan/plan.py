@@ -181,15 +181,15 @@ class Plan:
         except UserError as error:
             raise UserError(f"plan: {name}: {error}") from None
         strategy = placement.strategy
-        if shape is not None and strategy.pp > shape.layers:
-            raise UserError(
-                f"plan: {name}: pp={strategy.pp} is more pipeline stages than the model has layers"
-                f" ({shape.layers})"
-            )
         if shape is not None and strategy.pp * strategy.vpp > shape.layers:
+            stages = f"pp={strategy.pp} is more pipeline stages"
+            if strategy.vpp > 1:
+                stages = f"pp={strategy.pp} with vpp={strategy.vpp} is more virtual pipeline stages"
+            raise UserError(f"plan: {name}: {stages} than the model has layers ({shape.layers})")
+        if shape is not None and strategy.zero_bubble and shape.lora is not None:
             raise UserError(
-                f"plan: {name}: pp={strategy.pp} with vpp={strategy.vpp} is more virtual pipeline stages than the"
-                f" model has layers ({shape.layers})"
+                f"plan: {name}: zero_bubble leaves out gradients of matrices, but lora freezes the matrices; leave"
+                " it out"
             )
         if shape is not None and strategy.tp > shape.heads:
             raise UserError(

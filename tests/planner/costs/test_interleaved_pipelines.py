@@ -23,7 +23,7 @@ SHAPE = SHAPES["llama-3-70b"]
 MODEL = CostModel(ClusterSpec.parse("h100:4x8"))
 STEP = Workload(64, (512,), (512,), 512)
 PIPELINES = [(pp, vpp) for pp in (2, 4, 8) for vpp in (1, 2, 4)]
-COUNTS = (1, 2, 3, 5, 8, 13, 16, 24, 33)
+COUNTS = (1, 2, 3, 5, 8, 13, 16, 19, 23, 24, 33)
 
 
 def stages_of(pp: int, vpp: int) -> Stages:
@@ -91,10 +91,13 @@ def test_training_waits_for_the_messages_of_the_schedule(pp: int, vpp: int) -> N
             assert found >= waited - 4 * vpp
 
 
+@pytest.mark.parametrize("trained", [27, 3])
 @pytest.mark.parametrize("layers", [32, 35, 61])
 @pytest.mark.parametrize(("pp", "vpp"), PIPELINES)
-def test_stages_keep_the_passes_and_layers_of_the_schedule(pp: int, vpp: int, layers: int) -> None:
-    stages, some = stages_of(pp, vpp), tuple(range(5, layers))
+def test_stages_keep_the_passes_and_layers_of_the_schedule(
+    pp: int, vpp: int, layers: int, trained: int
+) -> None:
+    stages, some = stages_of(pp, vpp), tuple(range(layers - trained, layers))
     for count in COUNTS:
         number = np.array([count])
         passes = stages.count_flying(number)[:, 0]

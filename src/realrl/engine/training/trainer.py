@@ -373,11 +373,12 @@ class Trainer:
         left_out: dict[tuple[int, int], LeftOut] = {}
         for action in actions:
             virtual, key = action.virtual, (action.micro_batch, action.virtual)
+            if action.micro_batch >= len(parts) and action.kind != "W":
+                messages.skip(action)
             if action.micro_batch >= own and not joint:
                 continue  # other ranks have this micro-batch
             if action.kind == "F":
                 if action.micro_batch >= len(parts):
-                    messages.flush()
                     idle_output = model.run_idle(
                         virtual, recompute=options.recompute, requires_grad=self._sends_gradients(virtual)
                     )
@@ -397,11 +398,10 @@ class Trainer:
             elif action.kind == "W":
                 left_out.pop(key).compute()
             else:
-                # Of the backward passes of each virtual stage, the last micro-batch has the last.
+                # The last micro-batch has the last backward pass of each virtual stage.
                 accumulation.start_backward(last=last and action.micro_batch == count - 1)
                 with left_out.setdefault(key, LeftOut()).collect() if splits else nullcontext():
                     if action.micro_batch >= len(parts):
-                        messages.flush()
                         result = passes.pop(key).result
                         result.backward(torch.zeros_like(result))
                     else:

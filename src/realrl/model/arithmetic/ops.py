@@ -160,6 +160,7 @@ class LeftOut:
     @contextmanager
     def collect(self) -> Iterator[None]:
         """Let backward passes inside this context leave out the gradients of weights."""
+        assert LeftOut._active is None, "a backward pass leaves out gradients in one place"
         LeftOut._active = self
         try:
             yield

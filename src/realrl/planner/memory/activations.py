@@ -140,14 +140,18 @@ class Activations:
         sent = sent + np.where(returned, layer.bytes(tokens, layer.stream), 0)
         differentiated = self.sizes.differentiated_layers
         counts = [kind.count(stages, within=differentiated) for kind in self.sizes.kinds]
-        # A pass, and all passes whose activations the stage keeps.
-        each = self.kept(tokens, [count // vpp for count in counts])
+        fewest, most = (
+            [kind.count_in_turns(stages, within=differentiated, most=m) for kind in self.sizes.kinds]
+            for m in (False, True)
+        )
+        # The smallest pass, and all passes whose activations the stage keeps.
+        each = self.kept(tokens, fewest)
         flying_layers = [
             kind.count_flying(stages, chunks, within=differentiated) for kind in self.sizes.kinds
         ]
         every = self.kept(tokens, flying_layers, passes=flying)
         if self.strategies.zero_bubble.any():
-            apart = self._keep_apart(tokens, [-(-count // vpp) for count in counts], flying, each, every)
+            apart = self._keep_apart(tokens, most, flying, every - each)
             every = np.where(self.strategies.zero_bubble, apart, every)
         # Recomputation holds a whole layer. This counts the layer's input twice, in place of its output, which
         # torch holds although nothing reads it.
@@ -218,19 +222,19 @@ class Activations:
         there = np.asarray(sum(layers)) > 0
         return self.layer.bytes(tokens, numbers) + np.where(there, passes * self._shared(tokens), 0)
 
-    def _keep_apart(
-        self, tokens: Real, layers: Sequence[Ints], flying: Ints, each: Ints, every: Ints
-    ) -> Ints:
+    def _keep_apart(self, tokens: Real, layers: Sequence[Ints], flying: Ints, others: Ints) -> Ints:
         """Compute the bytes that all passes keep if gradients of weights are computed apart.
 
-        `layers`: the largest number of layers of each kind of a pass. A stage keeps as many passes as the first
-        stage does otherwise: `flying` of them before their backward passes, which keep `every` byte, or fewer. The
-        current backward pass turns the activations of a pass, of `each` bytes, into what its gradients need (see
-        `engine.pass_schedule`). With recomputation, this counts about one layer twice.
+        `layers`: the largest number of layers of each kind of a pass. `others`: bytes of the passes that a stage
+        keeps before their backward passes, without the current one, which are `flying` passes with it. The current
+        backward pass turns the activations of its pass into what the gradients of weights need. The stage keeps
+        this for as many further passes as the first stage keeps more before their backward passes
+        (`engine.pass_schedule`). With recomputation, this counts about one layer twice.
         """
         numbers = sum(count * own.left_out for count, own in zip(layers, self.by_kind, strict=True))
         left_out = self.layer.bytes(tokens, numbers)
-        return every - each + np.maximum(each, left_out) + (flying[0] - flying) * left_out
+        current = np.maximum(self.kept(tokens, layers), left_out)
+        return others + current + (flying[0] - flying) * left_out
 
     def cache(self, tokens: Real, layers: Ints) -> Ints:
         return kv_cache_bytes(self.sizes, tokens=tokens, layers=layers, element_bytes=self.element_bytes)

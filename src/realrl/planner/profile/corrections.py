@@ -47,6 +47,7 @@ class Correction(Settings):
     micro_batch_tokens: PositiveInt
     sequence_parallel: bool
     recompute: bool
+    zero_bubble: bool = False
     exact: bool = False
     ratio: PositiveFloat
     """Measured over predicted seconds."""
@@ -66,6 +67,7 @@ class Correction(Settings):
             micro_batch_tokens=strategy.micro_batch_tokens,
             sequence_parallel=strategy.sequence_parallel,
             recompute=strategy.recompute,
+            zero_bubble=strategy.zero_bubble,
             exact=model.exact,
             ratio=ratio,
             steps=steps,
@@ -105,6 +107,7 @@ class Correction(Settings):
             self.micro_batch_tokens != strategy.micro_batch_tokens,
             self.sequence_parallel != strategy.sequence_parallel,
             self.recompute != strategy.recompute,
+            self.zero_bubble != strategy.zero_bubble,
         )
         return _PARALLEL * parallel + _DEGREE * degrees + sum(others)
 

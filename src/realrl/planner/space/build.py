@@ -397,7 +397,9 @@ class _Builder:
         ways, needed = ways[fitting], needed[fitting]
         work, known = self.scenario.workload.work(call), self.interleaved.get(call.model_role)
         columns = zip(ways.strategies, ways.seconds.tolist(), find_least(ways.seconds, needed), strict=True)
-        apart = self.search_space.zero_bubble if call.kind is Kind.TRAIN else (False,)
+        # Adapters have only small gradients of weights.
+        leaves = call.kind is Kind.TRAIN and shape.lora is None
+        apart = self.search_space.zero_bubble if leaves else (False,)
         options = [*product(sorted({1, *turns}), apart)]
         found = []
         for strategy, seconds, least in columns:

@@ -443,6 +443,17 @@ class KindSizes:
         keeps at a time (`Stages.count_flying_layers`)."""
         return stages.count_flying_layers(micro_batches, self.list_within(within), self.sizes.shape.layers)
 
+    def count_in_turns(self, stages: Stages, *, within: range, most: bool) -> Ints:
+        """Count these layers, as far as they are in a range, in the turn of each pipeline stage that has the most
+        or the fewest of them, [stages, strategies]."""
+        layers, of_model, choose = self.list_within(within), self.sizes.shape.layers, max if most else min
+
+        def of(pp: int, vpp: int) -> list[int]:
+            stages = virtual_stage_layers(of_model, pp, vpp)
+            return [choose(count_within(layers, run) for run in runs) for runs in stages]
+
+        return stages.tabulate(of)
+
     def list_within(self, within: range | None) -> tuple[int, ...]:
         """List the numbers of these layers, or of those in a range, ascending."""
         return self.layers if within is None else tuple(n for n in self.layers if n in within)

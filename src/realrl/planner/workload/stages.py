@@ -10,9 +10,6 @@ import numpy as np
 from realrl.layout.ranges import virtual_stage_layers
 from realrl.program.arrays import Floats, Ints, Real
 
-_FEW_GROUPS = 3
-"""Number of groups of micro-batches after which a schedule repeats itself."""
-
 
 @dataclass(frozen=True)
 class Stages:
@@ -165,9 +162,7 @@ def _find_most_kept(micro_batches: int, pp: int, stage: int, sizes: tuple[int, .
     least, larger = divmod(micro_batches, count)
     groups = [least + 1] * larger + [least] * (count - larger)
     ahead = 2 * (pp - stage - 1) + (len(sizes) - 1) * groups[0]
-    # Groups are equal or shrink by one micro-batch, so the schedule only repeats after the first ones.
-    some = groups[:_FEW_GROUPS]
-    forward = np.cumsum(np.concatenate([np.repeat(sizes, group) for group in some]))
-    backward = np.cumsum(np.concatenate([np.repeat(sizes[::-1], group) for group in some]))
+    forward = np.cumsum(np.concatenate([np.repeat(sizes, group) for group in groups]))
+    backward = np.cumsum(np.concatenate([np.repeat(sizes[::-1], group) for group in groups]))
     freed = np.concatenate([np.zeros(min(ahead + 1, len(forward)), dtype=np.int64), backward])
     return int((forward - freed[: len(forward)]).max())

@@ -253,6 +253,8 @@ def _file_changes(
             _strategy(f"micro_batch_tokens: {n}", [call.name], micro_batch_tokens=n)
             for n in list_halves(strategy.micro_batch_tokens, longest)
         ]
+        if strategy.zero_bubble:
+            yield [_strategy("zero_bubble: false", [call.name], zero_bubble=False)]
         if call.kind is Kind.TRAIN and not strategy.recompute:
             yield [_strategy("recompute: true", [call.name], recompute=True)]
     running = call.role if call is not None else None
