@@ -1,5 +1,7 @@
 """Description of profile coverage: which times of a plan are measured."""
 
+from dataclasses import replace
+
 from realrl.families.shape import ModelShape
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.profile.corrections import Correction
@@ -46,6 +48,15 @@ def test_a_profile_of_runs_alone_corrects_data_sheets() -> None:
     one = Correction.of(call("actor.train"), stored(SMALL), strategy, 1.5, 3)
     profile = measured(device="rtx-4090").model_copy(update={"corrections": (one,)})
     assert said(profile, "rtx-4090:1x1") == "times from data sheets (roofline), corrected by runs (p.json)"
+
+
+def test_corrections_tell_zero_bubbles_and_virtual_stages_apart() -> None:
+    plain = place(2, pp=2).strategy
+    for other in (replace(plain, zero_bubble=True), plain.with_degrees(vpp=2)):
+        one = Correction.of(call("actor.train"), stored(SMALL), other, 1.5, 3)
+        assert Correction.model_validate(one.model_dump()) == one
+        assert one.distance(call("actor.train"), stored(SMALL), other) == 0
+        assert one.distance(call("actor.train"), stored(SMALL), plain) > 0
 
 
 def test_each_term_is_said_to_come_from_tables_data_sheets_or_constants() -> None:

@@ -217,6 +217,15 @@ def test_more_parts_are_offered_to_calls_under_zero_3(tmp_path: Path) -> None:
     assert not any("cp" in text for text in offered["actor.generate"])
 
 
+def test_a_call_is_offered_to_have_no_zero_bubble(tmp_path: Path) -> None:
+    trained = "mesh: 0-7, dp: 1, tp: 4, pp: 2, vpp: 2, zero_bubble: true, sequence_parallel: true"
+    found = job(plan_file(tmp_path, actor__train=trained))
+    draft = Draft(found.experiment, memory_spec(found.experiment, found.plan.cluster), found.plan)
+    offered = list_plan_changes(draft, found.experiment.graph, Footprint("actor.train", {}))
+    texts = [change.text for changes in offered for change in changes]
+    assert texts.index("zero_bubble: false on actor.train") < texts.index("recompute: true on actor.train")
+
+
 def test_no_call_is_offered_to_offload_the_optimizer_that_it_uses(tmp_path: Path) -> None:
     """Whatever the call is named."""
     train = Call("actor.update", "actor", Kind.TRAIN, inputs=("tokens",), work=("tokens",))
