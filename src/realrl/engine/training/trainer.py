@@ -358,8 +358,8 @@ class Trainer:
         found = model.split_items(items, options.max_tokens, options.candidates)
         parts = model.select_own(found)
         metrics = Metrics()
-        minibatch = _MiniBatch(batch, items, weight, sequences, metrics)
         loss = torch.zeros((), dtype=torch.float64, device=model.device)
+        minibatch = _MiniBatch(batch, items, weight, sequences, metrics, loss)
         passes: dict[tuple[int, int], _Pass] = {}
         accumulation = self._accumulation
         # If micro-batches have collectives of ranks with other ones, ranks with fewer of them run idle passes.
@@ -372,40 +372,27 @@ class Trainer:
         actions, messages = model.plan_passes(parts, count, first=self._first_trained, splits=splits)
         left_out: dict[tuple[int, int], LeftOut] = {}
         for action in actions:
-            virtual, key = action.virtual, (action.micro_batch, action.virtual)
-            if action.micro_batch >= len(parts) and action.kind != "W":
+            number, has_backward = action.micro_batch, self._has_backward(action.virtual)
+            key, part = (number, action.virtual), parts[number] if number < len(parts) else None
+            if part is None and action.kind != "W":
                 messages.skip(action)
-            if action.micro_batch >= own and not joint:
+            if number >= own and not joint:
                 continue  # other ranks have this micro-batch
             if action.kind == "F":
-                if action.micro_batch >= len(parts):
-                    idle_output = model.run_idle(
-                        virtual, recompute=options.recompute, requires_grad=self._sends_gradients(virtual)
-                    )
-                    done = _Pass(None, idle_output)
-                    del idle_output
+                if part is None:
+                    done = self._run_idle(action, options)
                 else:
-                    done = self._forward(
-                        parts[action.micro_batch], minibatch, method, options, action, messages
-                    )
-                    if model.shard.ends(virtual) and model.reports(parts[action.micro_batch]):
-                        loss += done.result.detach()
-                if self._has_backward(virtual):
+                    done = self._forward(part, minibatch, method, options, action, messages)
+                if has_backward:
                     passes[key] = done
                 del done  # without a backward pass, this frees the activations before the next forward pass
-            elif not self._has_backward(virtual):
-                continue
-            elif action.kind == "W":
+            elif has_backward and action.kind == "W":
                 left_out.pop(key).compute()
-            else:
+            elif has_backward:
                 # The last micro-batch has the last backward pass of each virtual stage.
-                accumulation.start_backward(last=last and action.micro_batch == count - 1)
+                accumulation.start_backward(last=last and number == count - 1)
                 with left_out.setdefault(key, LeftOut()).collect() if splits else nullcontext():
-                    if action.micro_batch >= len(parts):
-                        result = passes.pop(key).result
-                        result.backward(torch.zeros_like(result))
-                    else:
-                        self._backward(passes.pop(key), action, messages)
+                    self._backward(passes.pop(key), action, None if part is None else messages)
                 accumulation.finish_backward()
             options.after_pass()
         messages.finish()
@@ -461,11 +448,23 @@ class Trainer:
         ids = read_candidates(part, options.candidates)
         output = model.compute_output(hidden, rows, packing, entropy=method.entropy, candidates=ids)
         loss, part_metrics = method.loss(part, output)
+        loss = loss / minibatch.weight
         if model.reports(micro_batch):
             minibatch.metrics.update(part_metrics)
-        return _Pass(received, loss / minibatch.weight)
+            minibatch.loss.add_(loss.detach())
+        return _Pass(received, loss)
 
-    def _backward(self, done: "_Pass", action: Action, messages: PassMessages) -> None:
+    def _run_idle(self, action: Action, options: TrainOptions) -> "_Pass":
+        """Take part in the forward pass of other ranks."""
+        sends = self._sends_gradients(action.virtual)
+        output = self.model.run_idle(action.virtual, recompute=options.recompute, requires_grad=sends)
+        return _Pass(None, output)
+
+    def _backward(self, done: "_Pass", action: Action, messages: PassMessages | None) -> None:
+        """Run the backward pass of an action. Without `messages`, it takes part in those of other ranks."""
+        if messages is None:
+            done.result.backward(torch.zeros_like(done.result))
+            return
         done.result.backward(messages.receive(action))
         if self._sends_gradients(action.virtual):
             assert done.received is not None and done.received.grad is not None, (
@@ -491,6 +490,8 @@ class _MiniBatch:
     """Number of sequences of the mini-batch on all data-parallel ranks."""
     metrics: Metrics
     """Metrics of the micro-batches so far that this rank reports."""
+    loss: Tensor
+    """Sum of their losses."""
 
 
 @dataclass(frozen=True, eq=False)
