@@ -1,13 +1,13 @@
-"""Compare ways to divide a train call and a generate call of a small mixture of experts among 4 local processes.
+"""Compare ways to divide a train call and a generate call of a small mixture of experts among local processes.
 
-The ways are tensor, context and expert parallelism, alone and together. They take turns, step by step. A ratio is
-the seconds of a step under tp=4, divided by those of the way: above 1, the way is faster. Predicted ratios come
-from the cost model of CPUs without a profile.
+The ways are tensor, context and expert parallelism on 4 processes, alone and together, and schedules of a pipeline
+on 2 processes. They take turns, step by step. A ratio is the seconds of a step under the first way, divided by
+those of the way: above 1, the way is faster. Predicted ratios come from the cost model of CPUs without a profile.
 
 train: sequences of 512 tokens, or one long sequence of 6,144 tokens, which only tensor and context parallelism
-divide. generate: 32 prompts of 32 tokens with answers of 48 tokens.
+divide. generate: 32 prompts of 32 tokens with answers of 48 tokens. pipeline: 4 micro-batches of 512 tokens.
 
-    python bench/divided.py [--rounds 5] [--json FILE]
+    python bench/divided.py [--rounds 5] [--calls train generate ...] [--json FILE]
 """
 
 import os
@@ -45,55 +45,62 @@ from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.optimizer import OptimizerConfig
 from realrl.runtime.processes.process import Process
 
-PROCESSES = 4
 SHAPE = ModelShape(
     family="qwen3_moe", vocab_size=1024, hidden_size=256, intermediate_size=256, layers=4, heads=8, kv_heads=4,
     head_dim=32, mixture=Mixture(experts=16, per_token=2),
 )  # fmt: skip
 TOKENS = 8192
-FIRST = "tp=4"
-Degrees = Mapping[str, Mapping[str, int]]
-TRAIN: Degrees = {
-    FIRST: {"tp": 4},
+Ways = Mapping[str, Mapping[str, Any]]
+TRAIN: Ways = {
+    "tp=4": {"tp": 4},
     "dp=4": {"dp": 4},
     "dp=4 ep=4": {"dp": 4, "ep": 4},
     "tp=4 ep=4": {"tp": 4, "ep": 4},
     "dp=2 tp=2 ep=4": {"dp": 2, "tp": 2, "ep": 4},
 }
-LONG: Degrees = {
-    FIRST: {"tp": 4},
+LONG: Ways = {
+    "tp=4": {"tp": 4},
     "cp=4": {"cp": 4},
     "cp=4 ep=4": {"cp": 4, "ep": 4},
     "tp=2 cp=2": {"tp": 2, "cp": 2},
 }
-GENERATE: Degrees = {
-    FIRST: {"tp": 4},
+GENERATE: Ways = {
+    "tp=4": {"tp": 4},
     "dp=4": {"dp": 4},
     "dp=4 ep=4": {"dp": 4, "ep": 4},
     "dp=2 tp=2 ep=4": {"dp": 2, "tp": 2, "ep": 4},
 }
-SETS: Mapping[str, tuple[Degrees, list[int], int]] = {
+PIPELINE: Ways = {
+    "pp=2": {"pp": 2},
+    "vpp=2": {"pp": 2, "vpp": 2},
+    "zero bubble": {"pp": 2, "zero_bubble": True},
+    "vpp=2, zero b.": {"pp": 2, "vpp": 2, "zero_bubble": True},
+}
+SETS: Mapping[str, tuple[Ways, list[int], int]] = {
     "train": (TRAIN, [512] * 16, 0),
     "train long": (LONG, [6144], 0),
     "generate": (GENERATE, [32] * 32, 48),
+    "pipeline": (PIPELINE, [512] * 4, 0),
 }
 """Name -> ways, lengths of sequences or prompts, and tokens of answers."""
 
 
-def place(degrees: Mapping[str, int]) -> Placement:
-    """Place a strategy on all processes."""
-    return Placement(Mesh(0, PROCESSES), Strategy(**degrees, micro_batch_tokens=TOKENS))
+def place(settings: Mapping[str, Any]) -> Placement:
+    """Place a strategy on processes from the first one on."""
+    strategy = Strategy(**settings, micro_batch_tokens=TOKENS)
+    return Placement(Mesh(0, strategy.size), strategy)
 
 
-def predict(name: str, degrees: Mapping[str, int]) -> float:
+def predict(name: str, settings: Mapping[str, Any]) -> float:
     """Predict the seconds of a call."""
     _, lengths, answer = SETS[name]
     kind = Kind.GENERATE if answer else Kind.TRAIN
     call = Call("actor", "actor", kind, ("tokens",), work=("tokens",))
     workload = Workload(len(lengths), (lengths[0],), (answer,), answer)
     model = StoredModel(SHAPE, "lm", "float32", trained=True)
-    cost = CostModel(ClusterSpec.parse(f"cpu:1x{PROCESSES}"))
-    return sum(cost.call(call, model, place(degrees), workload).terms.values())
+    placement = place(settings)
+    cost = CostModel(ClusterSpec.parse(f"cpu:1x{placement.mesh.size}"))
+    return sum(cost.call(call, model, placement, workload).terms.values())
 
 
 def make_run(model: Model, lengths: list[int], answer: int) -> Callable[[], object]:
@@ -120,19 +127,20 @@ def make_run(model: Model, lengths: list[int], answer: int) -> Callable[[], obje
     batch = Batch(tuple(items), {"tokens": own, "loss_mask": masks})
     trainer = Trainer(model, OptimizerConfig(lr=1e-6))
     trainer.adopt()
-    options = TrainOptions(max_tokens=strategy.micro_batch_tokens)
+    options = TrainOptions(max_tokens=strategy.micro_batch_tokens, zero_bubble=strategy.zero_bubble)
     return lambda: trainer.train(batch, SFTMethod(), [range(len(batch))], options, lr=1e-6)
 
 
-def run_rank(rank: int, store: str, rounds: int, out: str) -> None:
-    """Run all ways in turns, and save the seconds of their steps."""
+def run_rank(rank: int, world: int, names: list[str], store: str, rounds: int, out: str) -> None:
+    """Run all ways of some calls in turns, and save the seconds of their steps."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=PROCESSES)
-    process = Process(rank, PROCESSES, torch.device("cpu"), dist.new_group(backend="gloo"))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    process = Process(rank, world, torch.device("cpu"), dist.new_group(backend="gloo"))
     found: dict[str, dict[str, list[float]]] = {}
-    for name, (ways, lengths, answer) in SETS.items():
-        placements = {way: place(degrees) for way, degrees in ways.items()}
+    for name in names:
+        ways, lengths, answer = SETS[name]
+        placements = {way: place(settings) for way, settings in ways.items()}
         groups = process.groups(list_rank_sets(placements.values()))
         runs = {}
         for way, placement in placements.items():
@@ -164,22 +172,27 @@ def run_rank(rank: int, store: str, rounds: int, out: str) -> None:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--calls", nargs="+", default=[*SETS], choices=[*SETS])
     arguments = parser.parse_args()
     results = Results(arguments.json)
-    with tempfile.TemporaryDirectory() as scratch:
-        out = str(Path(scratch) / "out")
-        mp.spawn(run_rank, (str(Path(scratch) / "store"), arguments.rounds, out), PROCESSES)
-        measured = torch.load(out)
+    measured: dict[str, dict[str, list[float]]] = {}
+    sizes = {name: place(next(iter(SETS[name][0].values()))).mesh.size for name in arguments.calls}
+    for world in dict.fromkeys(sizes.values()):
+        names = [name for name, size in sizes.items() if size == world]
+        with tempfile.TemporaryDirectory() as scratch:
+            store, out = (str(Path(scratch) / name) for name in ("store", "out"))
+            mp.spawn(run_rank, (world, names, store, arguments.rounds, out), world)
+            measured |= torch.load(out)
     print(f"{'call':11} {'way':15} {'seconds':>8} {'ratio':>6} {'range':>12} {'predicted':>10}")
     for name, of_ways in measured.items():
-        ways = SETS[name][0]
+        ways, first = SETS[name][0], next(iter(of_ways))
         for way, seconds in of_ways.items():
-            ratios = [first / other for first, other in zip(of_ways[FIRST], seconds, strict=True)]
+            ratios = [one / other for one, other in zip(of_ways[first], seconds, strict=True)]
             row: dict[str, Any] = {
                 "seconds": round(statistics.median(seconds), 3),
                 "ratio": round(statistics.median(ratios), 2),
                 "range": [round(min(ratios), 2), round(max(ratios), 2)],
-                "predicted": round(predict(name, ways[FIRST]) / predict(name, ways[way]), 2),
+                "predicted": round(predict(name, ways[first]) / predict(name, ways[way]), 2),
             }
             results.add(f"{name} {way}", row)
             low, high = row["range"]
