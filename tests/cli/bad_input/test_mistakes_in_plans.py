@@ -29,7 +29,10 @@ PLACEMENTS: list[tuple[str, str]] = [
     ("{mesh: 0, dp: 0}", "dp: 0 must be above 0"),
     ("{mesh: 0, dp: '1'}", "dp: '1' is not a whole number"),
     ("{mesh: 0, dp: 2}", "needs 2 devices, but mesh 0 has 1"),
-    ("{mesh: 0, dp: 1, vp: 2}", "vp: unknown key; known keys are mesh, "),
+    ("{mesh: 0, dp: 1, vp: 2}", "vp: unknown key; did you mean vpp?"),
+    ("{mesh: 0, dp: 1, sharding: 2}", "sharding: unknown key; known keys are mesh, "),
+    ("{mesh: 0, dp: 1, vpp: 2}", "vpp=2 divides the layers of a pipeline stage, but pp=1 has no pipeline"),
+    ("{mesh: 0-1, dp: 1, pp: 2, zero_bubble: true}", "zero_bubble is for calls that train"),
     (
         "{mesh: 0, dp: 1, ep: 2}",
         "ep=2: the ranks of one stage divide its experts, so ep must divide dp x cp x tp (1)",
