@@ -327,6 +327,19 @@ def test_virtual_stages_and_zero_bubbles_allocate_the_predicted_bytes(
     check("train", StoredModel(shape, "lm", "float32", True), place([strategy], 400), EVEN, over=over)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "layers"), [("1 1 2 v2", 8), ("1 1 2 v4 w", 8), ("1 1 4 v2 w", 8), ("1 1 8 v2 w", 32)]
+)
+def test_virtual_stages_that_differ_in_trained_layers_allocate_the_predicted_bytes(
+    strategy: str, layers: int
+) -> None:
+    """Only the last virtual stage of a pipeline stage has layers that are trained, and the prediction counts every
+    pass like one through it."""
+    shape = GROUPED.model_copy(update={"layers": layers})
+    model = StoredModel(shape, "lm", "float32", True, TrainablePart(last_layers=2))
+    check("train", model, place([strategy], 400), (48,) * 8, over=0.8)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("family", "strategy"),

@@ -31,7 +31,7 @@ from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.candidate import Candidate, count_bytes_alone
 from realrl.planner.space.problem import Problem
 from realrl.planner.space.ways import (
-    WORTH_INTERLEAVING,
+    LEAST_SAVING,
     Ways,
     add_keeping,
     add_offloading,
@@ -157,7 +157,7 @@ def list_expert_degrees(shape: ModelShape) -> tuple[int, ...]:
     return tuple(1 << n for n in doublings if shape.mixture.experts % (1 << n) == 0)
 
 
-def list_turns(kind: Kind, layers: int) -> tuple[int, ...]:
+def list_virtual_stages(kind: Kind, layers: int) -> tuple[int, ...]:
     """Enumerate numbers of virtual stages of each pipeline stage: powers of two. Generation has one."""
     most = 1 if kind is Kind.GENERATE else layers // 2
     return tuple(1 << doublings for doublings in range(max(1, most.bit_length())))
@@ -188,7 +188,8 @@ class SearchSpace:
     experts: tuple[int, ...] | None = None
     """EP degrees, among those of `list_expert_degrees`. None means all of these."""
     virtual: tuple[int, ...] | None = None
-    """Numbers of virtual stages of each pipeline stage, among those of `list_turns`. None means all of these."""
+    """Numbers of virtual stages of each pipeline stage, among those of `list_virtual_stages`. None means all of
+    these."""
     zero_bubble: tuple[bool, ...] = (False, True)
     """Whether train calls may compute the gradients of weights apart from backward passes."""
     dtypes: tuple[Dtype, ...] = ()
@@ -339,7 +340,7 @@ class _Builder:
             more = [
                 (i, Placement(alike[0], strategy))
                 for i, alike in enumerate(sites.values())
-                for strategy in self._interleave(call, ways[number == i], alike[0].first)
+                for strategy in self._vary_pipelines(call, ways[number == i], alike[0].first)
             ]
             if more:
                 placements = [placement for _, placement in more]
@@ -387,11 +388,11 @@ class _Builder:
             if call.kind is not Kind.GENERATE or self._can_decode(call, strategy):
                 yield strategy
 
-    def _interleave(self, call: Call, ways: Ways, first: int) -> list[Strategy]:
+    def _vary_pipelines(self, call: Call, ways: Ways, first: int) -> list[Strategy]:
         """List variants of the strategies of a call on a mesh, with virtual stages or zero bubbles, that may be
         worth it: because they save time, or because inference finds its role's parameters in this layout."""
         shape, allowed = self.scenario.models[call.model_role].shape, self.search_space.virtual
-        turns = [n for n in list_turns(call.kind, shape.layers) if allowed is None or n in allowed]
+        virtual = [n for n in list_virtual_stages(call.kind, shape.layers) if allowed is None or n in allowed]
         needed = count_bytes_alone(ways, is_home=True)
         fitting = needed <= self.scenario.memory.capacity(first)
         ways, needed = ways[fitting], needed[fitting]
@@ -400,7 +401,7 @@ class _Builder:
         # Adapters have only small gradients of weights.
         leaves = call.kind is Kind.TRAIN and shape.lora is None
         apart = self.search_space.zero_bubble if leaves else (False,)
-        options = [*product(sorted({1, *turns}), apart)]
+        options = [*product(sorted({1, *virtual}), apart)]
         found = []
         for strategy, seconds, least in columns:
             most = shape.layers // strategy.pp if strategy.pp > 1 and strategy.zero == 1 else 0
@@ -411,7 +412,7 @@ class _Builder:
                     worth = (strategy.degrees, strategy.ep, vpp) in known
                 else:
                     saved = estimate_saving(work, strategy, vpp, zero_bubble=zero_bubble)
-                    worth = seconds * (1 - saved) < (1 - WORTH_INTERLEAVING[call.kind]) * least
+                    worth = seconds * (1 - saved) < (1 - LEAST_SAVING[call.kind]) * least
                 if worth:
                     found.append(replace(strategy.with_degrees(vpp=vpp), zero_bubble=zero_bubble))
         return found

@@ -15,9 +15,9 @@ from realrl.program.arrays import Floats
 from realrl.program.memory import StoredModel
 from realrl.program.order import changed_sets
 
-WORTH_INTERLEAVING = {Kind.INFERENCE: 0.1, Kind.TRAIN: 0.02}
-"""An interleaved pipeline with more turns must save this fraction of a call's time. Inference is a small part of a
-step."""
+LEAST_SAVING = {Kind.INFERENCE: 0.1, Kind.TRAIN: 0.02}
+"""A way with more virtual stages, or with a zero bubble, must save this fraction of a call's time. Inference is a
+small part of a step."""
 _WORTH_OFFLOADING = 0.05
 """State that takes less than this fraction of device memory is not offloaded."""
 
@@ -79,7 +79,7 @@ def drop_slow_variants(kind: Kind, ways: Ways, needed: Floats) -> Ways:
     for rank in np.unique(ranks[~kept]).tolist():
         simpler, same = ranks < rank, ranks == rank
         least = find_least(ways.seconds[simpler], needed[simpler], needed[same])
-        kept[same] = ways.seconds[same] < (1 - WORTH_INTERLEAVING[kind]) * least
+        kept[same] = ways.seconds[same] < (1 - LEAST_SAVING[kind]) * least
     return ways[kept]
 
 
