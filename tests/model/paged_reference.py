@@ -1,12 +1,15 @@
 """Attention over the paged KV cache by plain operations, and caches filled at random."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from realrl.layout.kv_blocks import BLOCK_TOKENS, CacheSize, count_blocks
+from realrl.layout.kv_blocks import BLOCK_TOKENS, CachePart, CacheSize, count_blocks
 from realrl.model.attention_rule import CAUSAL, AttentionRule
+from realrl.model.group import Group
 from realrl.model.kv_cache import PagedCache
 from realrl.model.paged_attention import CachedRows
 
@@ -111,3 +114,51 @@ def attend_by_row(case: Case, rule: AttentionRule = CAUSAL) -> Tensor:
         scores = torch.einsum("hgd,lhd->hgl", q.view(kv_heads, -1, dim), keys) / dim**0.5
         outputs.append(torch.einsum("hgl,lhd->hgd", weigh(scores, rule), values).flatten())
     return torch.stack(outputs)
+
+
+def divide(case: Case, ranks: int) -> list[Case]:
+    """Divide the cache of a case among ranks. Each of them has the same rows, in blocks of more tokens."""
+    rows = case.rows
+    found = []
+    for index in range(ranks):
+        part = CachePart(ranks, index)
+        segments = [
+            (tables, lengths, -(-(int(lengths.max()) + 1) // part.block_tokens))
+            for tables, lengths in ((rows.prompt_tables, rows.prompt_lengths), (rows.own_tables, rows.own_lengths))
+        ]
+        count = sum(len(tables) * blocks for tables, _, blocks in segments)
+        cache = PagedCache(
+            CacheSize(count, 1, part.block_tokens),
+            layers=1,
+            kv_heads=case.cache.k.shape[2],
+            head_dim=case.cache.k.shape[4],
+            dtype=case.cache.k.dtype,
+            device=torch.device("cpu"),
+            group=Group(tuple(range(ranks)), index),
+        )
+        for pool in (cache.k, cache.v):
+            pool.fill_(torch.nan)
+            pool[:, 0] = 0.0
+        order = (torch.randperm(count, generator=torch.Generator().manual_seed(ranks)) + 1).tolist()
+        wide = []
+        for tables, lengths, blocks in segments:
+            wide.append(torch.tensor([[order.pop() for _ in range(blocks)] for _ in tables]))
+            for table, old, length in zip(wide[-1], tables, lengths.tolist(), strict=True):
+                for local, position in enumerate(range(index, length, ranks)):
+                    place = 0, table[local // BLOCK_TOKENS], slice(None), local % BLOCK_TOKENS
+                    there = 0, old[position // BLOCK_TOKENS], slice(None), position % BLOCK_TOKENS
+                    cache.k[place], cache.v[place] = case.cache.k[there], case.cache.v[there]
+        # Rows of a prompt share its blocks.
+        if rows.prompt_starts is not None:
+            counts = rows.prompt_starts.diff()
+            wide[0] = wide[0][rows.prompt_starts[:-1]].repeat_interleave(counts, 0)
+        own = replace(rows, prompt_tables=wide[0], own_tables=wide[1], part=part)
+        found.append(Case(cache, own, case.qkv, case.heads))
+    return found
+
+
+def merge(found: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Merge the outputs of ranks by the sums of their exponentials, in float64. -> [B, heads * D]"""
+    outputs, sums = (torch.stack(parts).double() for parts in zip(*found, strict=True))
+    weights = torch.exp2(sums - torch.logsumexp(sums * math.log(2), 0) / math.log(2))
+    return (outputs.view(*sums.shape, -1) * weights[..., None]).sum(0).flatten(1)

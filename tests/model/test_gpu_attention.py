@@ -7,7 +7,7 @@ if torch.cuda.is_available():
     pytest.skip("these tensors are on the CPU, for the interpreter", allow_module_level=True)
 pytest.importorskip("triton")
 
-from paged_reference import Case, attend_by_row, make_case
+from paged_reference import Case, attend_by_row, divide, make_case, merge
 
 from realrl.layout.kv_blocks import count_blocks
 from realrl.model.attention_rule import CAUSAL, AttentionRule
@@ -23,10 +23,14 @@ ROWS = {
 
 
 def attend(case: Case, rule: AttentionRule = CAUSAL) -> torch.Tensor:
+    return attend_to_part(case, rule)[0]
+
+
+def attend_to_part(case: Case, rule: AttentionRule = CAUSAL) -> tuple[torch.Tensor, torch.Tensor]:
     k, v = (pool[0].contiguous() for pool in (case.cache.k, case.cache.v))
     rows = case.rows
     # What the operator calls on a GPU; it is registered for no other device.
-    out = attend_to_blocks._init_fn(
+    found = attend_to_blocks._init_fn(
         case.qkv,
         k,
         v,
@@ -36,10 +40,12 @@ def attend(case: Case, rule: AttentionRule = CAUSAL) -> torch.Tensor:
         rows.own_lengths,
         case.heads,
         *rule.bounds,
-        rule.sinks,
+        rule.sinks if rows.part.index == 0 else None,
+        rows.part.ranks,
+        rows.part.index,
     )
     case.cache.k[0], case.cache.v[0] = k, v
-    return out
+    return found
 
 
 @pytest.mark.parametrize("lengths", ROWS.values(), ids=list(ROWS))
@@ -71,6 +77,23 @@ def test_windows_caps_and_sinks_are_those_of_attention_row_by_row(
     case = make_case(*lengths, heads=8, kv_heads=4, dim=32)
     expected = attend_by_row(case, rule)
     torch.testing.assert_close(attend(case, rule).double(), expected, atol=5e-6, rtol=5e-5)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("rule", [CAUSAL, *RULES.values()], ids=["plain", *RULES])
+@pytest.mark.parametrize("lengths", ROWS.values(), ids=list(ROWS))
+def test_ranks_that_divide_the_cache_find_together_what_one_rank_finds(
+    lengths: tuple[list[int], list[list[int]]], rule: AttentionRule, ranks: int
+) -> None:
+    case = make_case(*lengths, heads=8, kv_heads=4, dim=32)
+    expected, parts = attend_by_row(case, rule), divide(case, ranks)
+    found = [attend_to_part(of, rule) for of in parts]
+    torch.testing.assert_close(merge(found), expected, atol=5e-6, rtol=5e-5)
+    newest = case.qkv.view(len(case.qkv), -1, 32)[:, 8:12]
+    for i, length in enumerate(case.rows.own_lengths.tolist()):
+        of = parts[length % ranks]
+        block, offset = of.rows.own_tables[i, length // ranks // 16], length // ranks % 16
+        assert torch.equal(of.cache.k[0, block, :, offset], newest[i])
 
 
 @pytest.mark.parametrize("window", [5, 16 * 256 - 3])
@@ -116,7 +139,7 @@ def test_a_row_attends_bit_for_bit_as_it_would_alone(rule: AttentionRule) -> Non
         one = slice(i, i + 1)
         segments = (rows.prompt_tables, rows.prompt_lengths, rows.own_tables, rows.own_lengths)
         own = (part[one] for part in segments)
-        alone = launch_attention(case.qkv[one], k, v, *own, 6, *rule.bounds, None)
+        alone, _ = launch_attention(case.qkv[one], k, v, *own, 6, *rule.bounds, None)
         assert torch.equal(alone[0], together[i])
 
 

@@ -8,7 +8,7 @@ if torch.cuda.is_available():
 pytest.importorskip("triton")
 
 import numpy as np
-from paged_reference import attend_by_row, make_case
+from paged_reference import attend_by_row, divide, make_case, merge
 from torch import Tensor
 
 from realrl.model import paged_attention
@@ -76,6 +76,24 @@ RULES = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", list(RULES))
+def test_ranks_that_divide_the_cache_find_together_what_one_rank_finds(
+    on_gpus: None, name: str, ranks: int
+) -> None:
+    case = make_case([0, 40], [[20], [3]], heads=4, kv_heads=2, dim=20)
+    expected, found = attend_by_row(case, RULES[name]), []
+    for of in divide(case, ranks):
+        k, v = (pool[0].contiguous() for pool in (of.cache.k, of.cache.v))
+        newest = of.qkv.view(len(of.qkv), -1, 20)[:, 4:].split(2, 1)
+        for i, length in enumerate(of.rows.own_lengths.tolist()):
+            if length % ranks == of.rows.part.index:
+                block, offset = of.rows.own_tables[i, length // ranks // 16], length // ranks % 16
+                k[block, :, offset], v[block, :, offset] = newest[0][i], newest[1][i]
+        found.append(attend_to_runs(of.qkv, k, v, of.rows.runs, of.heads, RULES[name]))
+    torch.testing.assert_close(merge(found), expected, atol=5e-6, rtol=5e-5)
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "name"),
     [(20, 1, 16, "window"), (5, 1, 16, "causal"), *((4, 2, 20, name) for name in RULES)],
@@ -92,7 +110,7 @@ def test_a_decode_step_over_the_cache_is_the_last_row_of_a_packed_sequence(
     assert torch.equal(rows.runs.starts, torch.arange(len(case.qkv) + 1)), "each row by itself"
     # On a GPU, pools are contiguous.
     k, v = (pool[0].contiguous() for pool in (cache.k, cache.v))
-    got = attend_to_runs(case.qkv, k, v, rows.runs, heads, rule)
+    got, _ = attend_to_runs(case.qkv, k, v, rows.runs, heads, rule)
     tolerance = {"rtol": 2e-5, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-2}
     torch.testing.assert_close(got.double(), expected, **tolerance)
     for i in range(len(got)):
@@ -118,6 +136,6 @@ def test_a_decode_step_over_the_cache_is_the_last_row_of_a_packed_sequence(
             pools.append(pool)
         qkv = torch.randn(5 + len(keys), (heads + 2 * kv_heads) * dim).to(dtype)
         qkv[-1] = case.qkv[i]
-        alone = attend_to_runs(qkv, *pools, blocked.runs, heads, rule)
+        alone, _ = attend_to_runs(qkv, *pools, blocked.runs, heads, rule)
         assert not alone.isnan().any()
         assert torch.equal(alone[-1], got[i])

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from paged_reference import attend_by_row, make_case
+from paged_reference import attend_by_row, divide, make_case, merge
 
 from realrl.model.attention_rule import CAUSAL, AttentionRule
+from realrl.model.paged_attention import attend_to_cache, attend_to_runs
 
 HEADS = {"one each": (3, 3), "pairs": (8, 4), "threes": (6, 2), "eights": (8, 1)}
 ROWS = {
@@ -46,6 +47,38 @@ def test_windows_caps_and_sinks_are_those_of_attention_row_by_row(
     expected = attend_by_row(case, rule)
     got = case.cache.attend(0, case.qkv, case.rows, case.heads, rule, exact=exact)
     torch.testing.assert_close(got.double(), expected, atol=5e-6, rtol=5e-5)
+
+
+@pytest.mark.parametrize("kernel", ["decode", "runs"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("rule", [CAUSAL, *RULES.values()], ids=["plain", *RULES])
+@pytest.mark.parametrize("lengths", ROWS.values(), ids=list(ROWS))
+def test_ranks_that_divide_the_cache_find_together_what_one_rank_finds(
+    lengths: tuple[list[int], list[list[int]]], rule: AttentionRule, ranks: int, kernel: str
+) -> None:
+    """With three ranks, rank 1 and 2 hold none of the keys of the shortest rows."""
+    case = make_case(*lengths, heads=8, kv_heads=4, dim=32)
+    expected, parts = attend_by_row(case, rule), divide(case, ranks)
+    found = [attend_to_cache(of.qkv, of.cache.k[0], of.cache.v[0], of.rows, of.heads, rule) for of in parts]
+    if kernel == "runs":  # keys are stored now
+        found = [
+            attend_to_runs(of.qkv, of.cache.k[0], of.cache.v[0], of.rows.runs, of.heads, rule) for of in parts
+        ]
+    torch.testing.assert_close(merge(found), expected, atol=5e-6, rtol=5e-5)
+
+
+def test_only_the_rank_that_holds_the_newest_token_stores_it() -> None:
+    case = make_case(*ROWS["shared prompts"], heads=4, kv_heads=2, dim=32)
+    parts = divide(case, 2)
+    before = [of.cache.k.clone() for of in parts]
+    for of in parts:
+        attend_to_cache(of.qkv, of.cache.k[0], of.cache.v[0], of.rows, of.heads)
+    keys = case.qkv.view(len(case.qkv), -1, 32)[:, 4:6]
+    for of, old in zip(parts, before, strict=True):
+        for i, length in enumerate(of.rows.own_lengths.tolist()):
+            if length % 2 == of.rows.part.index:
+                old[0, of.rows.own_tables[i, length // 32], :, length // 2 % 16] = keys[i]
+        assert torch.equal(of.cache.k.nan_to_num(7.0), old.nan_to_num(7.0))
 
 
 def test_attention_in_bfloat16_rounds_only_what_is_stored_and_returned() -> None:

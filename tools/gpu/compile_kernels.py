@@ -246,9 +246,11 @@ def launch_attention(sizes: Sizes, dtype: torch.dtype, widths: Iterable[tuple[in
         tables = [torch.zeros(rows, width, dtype=torch.int64) for width in (prompt_width, own_width)]
         cache = (*pools, tables[0], numbers, tables[1], numbers)
         paged_attention.launch_attention(qkv, *cache, sizes.heads, *rule)
-        out = torch.zeros(rows, sizes.heads * sizes.dim, dtype=dtype)
+        paged_attention.launch_attention(qkv, *cache, sizes.heads, *rule, ranks=2, index=1)
+        out, sums = torch.zeros(rows, sizes.heads * sizes.dim, dtype=dtype), torch.zeros(rows, sizes.heads)
         runs = (*pools, tables[0], numbers, tables[1], numbers, numbers, torch.arange(rows + 1))
-        exact.launch_run_attention(qkv, *runs, sizes.heads, *rule, out)
+        exact.launch_run_attention(qkv, *runs, sizes.heads, *rule, 1, 0, out, sums)
+        exact.launch_run_attention(qkv, *runs, sizes.heads, *rule, 2, 1, out, sums)
 
 
 def launch_products(sizes: Sizes, dtype: torch.dtype) -> None:

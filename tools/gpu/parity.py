@@ -258,7 +258,7 @@ def check_decode(
     qkv = draw(rows, (heads + 2 * kv) * dim, dtype=dtype)
     sinks = draw(heads, dtype=dtype) if with_sinks else None
     wanted = attend64(qkv, k, v, tables, heads, kv, dim, window, cap, sinks)
-    got = paged_attention.launch_attention(qkv, k, v, *tables, heads, window, cap, sinks)
+    got, _ = paged_attention.launch_attention(qkv, k, v, *tables, heads, window, cap, sinks)
     sync()
     error = apart(got, wanted)
     # The kernel must also have stored the key of the newest token in its block.

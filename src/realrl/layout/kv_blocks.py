@@ -5,14 +5,17 @@ A row is a prompt with its continuation. Its keys and values are in two segments
 the prompt without its last token, and all rows of the prompt share it. The second segment belongs to the row alone.
 It starts in a new block with the last token of the prompt, because that token is the first input of a decode step.
 The last block of a segment may be partly filled.
+
+Context-parallel ranks divide the cache: token t of a segment is on rank t % cp. A block then has 16 tokens on each of
+them, and the scheduler, which is the same on all of them, counts 16 * cp tokens per block.
 """
 
 from dataclasses import dataclass
 from math import ceil
 
 BLOCK_TOKENS = 16
-"""Tokens per block, as in vLLM. On average, half a block per segment stays empty. The attention scores of a block
-fill one vector of a CPU kernel."""
+"""Tokens that a rank holds of a block, as in vLLM. On average, half a block per segment stays empty. The attention
+scores of a block fill one vector of a CPU kernel."""
 MAX_DECODE_ROWS = 512
 """Maximum rows in a decode batch. More would take memory for logits without making matrix products more
 efficient."""
@@ -37,43 +40,65 @@ GPU_PREFILL_TOKENS = 16384
 
 @dataclass(frozen=True)
 class CacheSize:
-    """Size of a paged KV cache on one rank: its blocks, and the maximum number of rows that use it at a time, over
-    all decode batches."""
+    """Size of a paged KV cache: its blocks, the maximum number of rows that use it at a time, over all decode
+    batches, and the tokens of a block on all ranks that divide the cache."""
 
     blocks: int
     rows: int
+    block_tokens: int = BLOCK_TOKENS
 
     @property
     def tokens(self) -> int:
-        """Tokens of all blocks and of the scratch block, which unused rows of a batch write to."""
+        """Tokens that a rank holds: those of all blocks, and of the scratch block, which unused rows of a batch
+        write to."""
         return (self.blocks + 1) * BLOCK_TOKENS
 
 
-def count_blocks(tokens: int) -> int:
-    return -(-tokens // BLOCK_TOKENS)
+@dataclass(frozen=True)
+class CachePart:
+    """The part of a divided cache that a rank holds: tokens t of each segment with t % `ranks` = `index`."""
+
+    ranks: int = 1
+    index: int = 0
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block on all ranks."""
+        return BLOCK_TOKENS * self.ranks
 
 
-def count_prompt_blocks(length: int) -> int:
+def count_blocks(tokens: int, block_tokens: int = BLOCK_TOKENS) -> int:
+    return -(-tokens // block_tokens)
+
+
+def count_prompt_blocks(length: int, block_tokens: int = BLOCK_TOKENS) -> int:
     """Count the blocks that the rows of a prompt share."""
-    return count_blocks(length - 1)
+    return count_blocks(length - 1, block_tokens)
 
 
 def size_cache(
-    capacity: int, *, prompt_blocks: float, longest_prompt: int, rows: int, new_tokens: int
+    capacity: int,
+    *,
+    prompt_blocks: float,
+    longest_prompt: int,
+    rows: int,
+    new_tokens: int,
+    block_tokens: int = BLOCK_TOKENS,
 ) -> CacheSize:
-    """Size the cache of a generate call that may hold `capacity` tokens.
+    """Size the cache of a generate call that may hold `capacity` tokens, on all ranks that divide it.
 
     `prompt_blocks` counts the blocks of all prompts. `longest_prompt` is in tokens. `rows` is the number of rows;
     each is continued by at most `new_tokens` tokens. The cache holds at least the longest row, and at most all
     rows.
     """
-    own = count_blocks(new_tokens)
+    own = count_blocks(new_tokens, block_tokens)
+    longest = count_prompt_blocks(longest_prompt, block_tokens) + own
     everything = ceil(prompt_blocks) + rows * own
-    blocks = min(everything, max(capacity // BLOCK_TOKENS, count_prompt_blocks(longest_prompt) + own))
+    blocks = min(everything, max(capacity // block_tokens, longest))
     # A cache that cannot hold all rows admits as many as fit at their expected length.
-    expected = prompt_blocks / rows + count_blocks(ceil(EXPECTED_SHARE * new_tokens))
+    expected = prompt_blocks / rows + count_blocks(ceil(EXPECTED_SHARE * new_tokens), block_tokens)
     most = rows if blocks == everything else max(1, int(blocks / expected))
-    return CacheSize(blocks, min(rows, most, MAX_DECODE_ROWS))
+    return CacheSize(blocks, min(rows, most, MAX_DECODE_ROWS), block_tokens)
 
 
 def pad_rows(rows: int) -> int:

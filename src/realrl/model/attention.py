@@ -182,7 +182,7 @@ def _attend_exactly(q: Tensor, kv: Tensor | None, of: _Attention) -> Tensor:
     )
     with torch.no_grad():
         cache.store(0, k, v, blocked.places)
-        return attend_to_runs(q, cache.k[0], cache.v[0], blocked.runs, of.heads, of.rule)
+        return attend_to_runs(q, cache.k[0], cache.v[0], blocked.runs, of.heads, of.rule)[0]
 
 
 class _ExactAttention(Function):

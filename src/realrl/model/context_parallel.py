@@ -26,15 +26,25 @@ class ContextParallel:
 
     def attend(self, qkv: Tensor, heads: int, kv_heads: int, rule: AttentionRule, *, exact: bool) -> Tensor:
         """Compute `varlen_attention` of this rank's tokens. [n, (heads + 2 kv_heads) * D] -> [n, heads * D]"""
-        share = self.share
         width = qkv.shape[1] // (heads + 2 * kv_heads) * heads
         q, own = qkv.split((width, qkv.shape[1] - width), 1)
-        kv = _GatherTokens.apply(own, share)
+        return self.attend_to(q, self.gather(own), heads, kv_heads, rule, exact=exact)
+
+    def gather(self, own: Tensor) -> Tensor:
+        """Gather rows of all ranks in packed order; padding comes last. [n, C] -> [n * ranks, C]"""
+        gathered: Tensor = _GatherTokens.apply(own, self.share)
+        return gathered
+
+    def attend_to(
+        self, q: Tensor, kv: Tensor, heads: int, kv_heads: int, rule: AttentionRule, *, exact: bool
+    ) -> Tensor:
+        """Attend from this rank's tokens to keys that were gathered. q: [n, heads * D]; kv: [n * ranks, 2 * kv_heads *
+        D] -> [n, heads * D]"""
         outputs = [
             attend_to_spans(
                 part, kv[piece.first_key : piece.stop], piece.spans, heads, kv_heads, rule, exact=exact
             )
-            for part, piece in zip(q.split(share.piece_tokens), share.pieces, strict=True)
+            for part, piece in zip(q.split(self.share.piece_tokens), self.share.pieces, strict=True)
         ]
         return torch.cat(outputs)
 

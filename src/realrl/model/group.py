@@ -37,6 +37,12 @@ class Group:
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.handle)
         return tensor
 
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Broadcast the first rank's `tensor`, in place."""
+        if self.handle is not None:
+            dist.broadcast(tensor, self.ranks[0], group=self.handle)
+        return tensor
+
     def gather_columns(self, part: Tensor, columns: int) -> Tensor:
         """All-gather matrices side by side. part: [N, columns of this rank] -> [N, columns]
 

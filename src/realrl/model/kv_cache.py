@@ -5,12 +5,22 @@ prompt, and is shared by all rows of that prompt. The other segment belongs to t
 blocks of each segment. The cache itself does not know which row uses a block.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from realrl.layout.kv_blocks import BLOCK_TOKENS, CacheSize
+from realrl.layout.kv_blocks import BLOCK_TOKENS, CachePart, CacheSize
 from realrl.model.attention_rule import CAUSAL, AttentionRule
-from realrl.model.paged_attention import CachedRows, CachePlaces, attend_to_cache, attend_to_runs
+from realrl.model.group import Group, make_single_rank_group
+from realrl.model.paged_attention import (
+    CachedRows,
+    CachePlaces,
+    KeyRuns,
+    attend_to_cache,
+    attend_to_runs,
+    merge_parts,
+)
 from realrl.model.routing import EXPERT_DTYPE, LIKELIEST, NONE_CHOSEN, RecordedRouting
 
 
@@ -19,7 +29,9 @@ class PagedCache:
 
     k, v: [layers, blocks, kv_heads, BLOCK_TOKENS, D]. On a CPU, the keys of a block are stored dim by dim, so that
     a SIMD vector can hold the scores of all its tokens. Values are padded to whole vectors. experts:
-    [layers, blocks, BLOCK_TOKENS, k], the experts that tokens passed through, if they are recorded.
+    [layers, blocks, block_tokens, k], the experts that tokens passed through, if they are recorded.
+
+    Context-parallel ranks divide keys and values (`CachePart`), but each of them records the experts of all tokens.
     """
 
     def __init__(
@@ -32,8 +44,13 @@ class PagedCache:
         dtype: torch.dtype,
         device: torch.device,
         experts: int = 0,
+        group: Group | None = None,
     ) -> None:
-        """`experts` is the number of experts per token to record in each layer; 0 records none."""
+        """`experts` is the number of experts per token to record in each layer; 0 records none. The ranks of `group`
+        divide the cache."""
+        self._group = group or make_single_rank_group()
+        self.part = CachePart(self._group.size, self._group.index)
+        assert self.part.block_tokens == size.block_tokens, "a block has 16 tokens on each rank"
         pool = (layers, size.blocks + 1, kv_heads)  # one more block: the scratch block
         if device.type == "cpu":
             width = -(-head_dim // BLOCK_TOKENS) * BLOCK_TOKENS
@@ -44,7 +61,7 @@ class PagedCache:
             self.v = torch.empty_like(self.k)
         self.experts: Tensor | None = None
         if experts:
-            places = layers, size.blocks + 1, BLOCK_TOKENS, experts
+            places = layers, size.blocks + 1, size.block_tokens, experts
             # Dense layers of a mixture never write their entries.
             self.experts = torch.full(places, NONE_CHOSEN, dtype=EXPERT_DTYPE, device=device)
 
@@ -53,13 +70,17 @@ class PagedCache:
         pools = (self.k, self.v) if self.experts is None else (self.k, self.v, self.experts)
         return sum(pool.untyped_storage().nbytes() for pool in pools)
 
-    def record(self, places: CachePlaces) -> RecordedRouting:
-        """Make a routing that writes the chosen experts of tokens into the cache, at the tokens' places."""
+    def record(
+        self, places: CachePlaces, collect: Callable[[Tensor], Tensor] = lambda experts: experts
+    ) -> RecordedRouting:
+        """Make a routing that writes the chosen experts of tokens into the cache, at the tokens' places. `collect`: see
+        `RecordedRouting`."""
         assert self.experts is not None, "the cache has no room for experts"
-        return RecordedRouting(self.experts, (places.blocks, places.offsets), LIKELIEST)
+        return RecordedRouting(self.experts, (places.blocks, places.offsets), LIKELIEST, collect)
 
     def store(self, layer: int, k: Tensor, v: Tensor, places: CachePlaces) -> None:
-        """Store keys and values of tokens at their places. k, v: [N, kv_heads, D]"""
+        """Store keys and values of tokens that this rank holds. Their places count only its own tokens. k, v: [N,
+        kv_heads, D]"""
         self.k[layer][places.blocks, :, places.offsets] = k
         self.v[layer][places.blocks, :, places.offsets] = v
 
@@ -79,8 +100,18 @@ class PagedCache:
         qkv: [B, (heads + 2 kv_heads) * D], rotated -> [B, heads * D]
         """
         if not exact:
-            return attend_to_cache(qkv, self.k[layer], self.v[layer], rows, heads, rule)
+            found = attend_to_cache(qkv, self.k[layer], self.v[layer], rows, heads, rule)
+            return merge_parts(found, self._group)
+        assert self.part.ranks == 1, "results of ranks that divide keys are not exact"
         kv_heads = self.k.shape[2]
         k, v = qkv.view(len(qkv), heads + 2 * kv_heads, -1)[:, heads:].split(kv_heads, 1)
         self.store(layer, k, v, rows.newest)
-        return attend_to_runs(qkv, self.k[layer], self.v[layer], rows.runs, heads, rule)
+        return self.attend_to_runs(layer, qkv, rows.runs, heads, rule)
+
+    def attend_to_runs(
+        self, layer: int, qkv: Tensor, runs: KeyRuns, heads: int, rule: AttentionRule = CAUSAL
+    ) -> Tensor:
+        """Attend from rows to keys that are in the cache. qkv: [N, (heads + 2 kv_heads) * D], only queries are read
+        -> [N, heads * D]"""
+        found = attend_to_runs(qkv, self.k[layer], self.v[layer], runs, heads, rule)
+        return merge_parts(found, self._group)

@@ -397,15 +397,29 @@ class _Parts:
 @dataclass(frozen=True, eq=False)
 class Prefill:
     """T tokens whose keys and values are stored in a cache: whole sequences, and then parts of sequences that begin
-    in the cache."""
+    in the cache.
+
+    Ranks that divide the cache also divide the tokens of the whole sequences. Each of them computes all tokens of the
+    parts.
+    """
 
     positions: Tensor
-    """Position of each token in its sequence. [T] int64"""
+    """Position in its sequence of each token that this rank computes. [n] int64"""
     places: CachePlaces
+    """Places of all T tokens in the cache."""
     whole: Packing | None
     """The whole sequences; None if there are none."""
     parts: KeyRuns | None
     """Keys that the tokens of the parts see, their own included; None if there are no parts."""
+    stored: tuple[Tensor, CachePlaces] | None = None
+    """If ranks divide the cache: which of the T tokens this rank stores [N] int64, and their places among its own."""
+
+    @property
+    def whole_tokens(self) -> int:
+        """Number of tokens of whole sequences that this rank computes."""
+        if self.whole is None:
+            return 0
+        return len(self.whole.positions) if self.whole.share is None else self.whole.share.count
 
 
 def _arrange_blocks(spans: Spans, run_rows: int) -> BlockedKeys:

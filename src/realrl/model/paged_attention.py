@@ -2,22 +2,27 @@
 
 In exact runs, decode steps, prefills and training use the same kernel. A query's result then depends only on the
 query, its keys and its values, bit for bit.
+
+If ranks divide a cache (`CachePart`), each of them attends to its own keys. `merge_parts` merges their outputs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from realrl.layout.kv_blocks import BLOCK_TOKENS
+from realrl.layout.kv_blocks import CachePart
 from realrl.model.attention_rule import CAUSAL, AttentionRule
 from realrl.model.cpu.exact_attention import attend_runs_bfloat16, attend_runs_float32
 from realrl.model.cpu.paged_attention import attend_bfloat16, attend_float32
 from realrl.model.gpu.path import load_kernels, on_gpu
+from realrl.model.group import Group, gather_rows
 
 RUN_QUERIES = 16
 """Maximum number of queries in a run (neighbouring rows that share keys), unless more query heads share a key. It
 is the smallest tile of a GPU's tensor cores."""
+
+_LN_2 = 0.6931471805599453
 
 _PROMPTS_PER_THREAD = 4
 """If there are at least this many prompts per thread, threads take whole prompts, because waiting for the last
@@ -31,7 +36,7 @@ class CachePlaces:
     blocks: Tensor
     """Block of each token. [N] int64"""
     offsets: Tensor
-    """Position within the block. [N] int64"""
+    """Position within the block, among its tokens on all ranks. [N] int64"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +59,8 @@ class KeyRuns:
     """Maximum number of rows in a run."""
     longest: int
     """Upper bound on the keys that a row sees; known on the host."""
+    part: CachePart = CachePart()
+    """Part of the keys that this rank holds. Lengths count the keys of all ranks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,13 +82,15 @@ class CachedRows:
     """Index of the first row of each prompt, then B; on the host. [prompts + 1] int64"""
     most: int = 0
     """Maximum number of rows that share a prompt."""
+    part: CachePart = CachePart()
+    """Part of the cache that this rank holds. Lengths count the tokens of all ranks."""
 
     @property
     def newest(self) -> CachePlaces:
         """Places of the tokens that are decoded now."""
-        number = (self.own_lengths // BLOCK_TOKENS).unsqueeze(-1)
+        number = (self.own_lengths // self.part.block_tokens).unsqueeze(-1)
         blocks = self.own_tables.gather(1, number).squeeze(-1)
-        return CachePlaces(blocks, self.own_lengths % BLOCK_TOKENS)
+        return CachePlaces(blocks, self.own_lengths % self.part.block_tokens)
 
     @property
     def runs(self) -> KeyRuns:
@@ -105,54 +114,71 @@ class CachedRows:
             starts=starts,
             most=self.most,
             longest=longest,
+            part=self.part,
         )
+
+
+Attended = tuple[Tensor, Tensor]
+"""Output of attention to the keys of a rank [B, heads * D], and the log2 of the sum of the exponentials of each query's
+scores [B, heads] float32, -inf if the rank holds none of its keys."""
 
 
 @torch.library.custom_op("realrl::attend_to_blocks", mutates_args=("k", "v"), device_types="cuda")
 def attend_to_blocks(
     qkv: Tensor, k: Tensor, v: Tensor, prompt_tables: Tensor, prompt_lengths: Tensor, own_tables: Tensor,
-    own_lengths: Tensor, heads: int, window: int, cap: float, sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Run `attend_to_cache` on a GPU. It is registered as an operator of torch, so that tracers know the shape of
-    its result.
+    own_lengths: Tensor, heads: int, window: int, cap: float, sinks: Tensor | None, ranks: int, index: int,
+) -> Attended:  # fmt: skip
+    """Run `attend_to_cache` on a GPU. It is registered as an operator of torch, so that tracers know the shapes of
+    its results.
 
     prompt_tables, own_tables: [B, blocks]; prompt_lengths, own_lengths: [B]; window, cap (0 for none) and sinks as
-    in `AttentionRule`.
+    in `AttentionRule`; ranks and index as in `CachePart`.
     """
     # Triton comes only with builds of torch for GPUs.
     from realrl.model.gpu.paged_attention import launch_attention
 
     tables = prompt_tables, prompt_lengths, own_tables, own_lengths
-    return launch_attention(qkv.contiguous(), k, v, *tables, heads, window, cap, sinks)
+    return launch_attention(qkv.contiguous(), k, v, *tables, heads, window, cap, sinks, ranks, index)
 
 
 @attend_to_blocks.register_fake
 def _(
     qkv: Tensor, k: Tensor, v: Tensor, prompt_tables: Tensor, prompt_lengths: Tensor, own_tables: Tensor,
-    own_lengths: Tensor, heads: int, window: int, cap: float, sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
-    return qkv.new_empty(len(qkv), heads * k.shape[3])
+    own_lengths: Tensor, heads: int, window: int, cap: float, sinks: Tensor | None, ranks: int, index: int,
+) -> Attended:  # fmt: skip
+    out = qkv.new_empty(len(qkv), heads * k.shape[3])
+    return out, qkv.new_empty(len(qkv), heads, dtype=torch.float32)
 
 
 def attend_to_cache(
     qkv: Tensor, k: Tensor, v: Tensor, rows: CachedRows, heads: int, rule: AttentionRule = CAUSAL
-) -> Tensor:
-    """Store the newest token of each row, and attend from it to all tokens of its row.
+) -> Attended:
+    """Store the newest token of each row, and attend from it to all tokens of its row that this rank holds.
 
-    qkv: [B, (heads + 2 kv_heads) * D], rotated; k, v: [blocks, kv_heads, BLOCK_TOKENS, D] -> [B, heads * D]
+    qkv: [B, (heads + 2 kv_heads) * D], rotated; k, v: [blocks, kv_heads, BLOCK_TOKENS, D]
     """
+    rule = _count_sinks_once(rule, rows.part)
     if qkv.device.type == "cpu":
         return _attend_on_cpu(qkv, k, v, rows, heads, rule)
     tables = rows.prompt_tables, rows.prompt_lengths, rows.own_tables, rows.own_lengths
-    return attend_to_blocks(qkv, k, v, *tables, heads, *rule.bounds, rule.sinks)
+    part = rows.part
+    found: Attended = attend_to_blocks(
+        qkv, k, v, *tables, heads, *rule.bounds, rule.sinks, part.ranks, part.index
+    )
+    return found
+
+
+def _count_sinks_once(rule: AttentionRule, part: CachePart) -> AttentionRule:
+    """Leave sinks to the first of the ranks that divide keys."""
+    return rule if part.index == 0 else replace(rule, sinks=None)
 
 
 def _attend_on_cpu(
     qkv: Tensor, k: Tensor, v: Tensor, rows: CachedRows, heads: int, rule: AttentionRule
-) -> Tensor:
+) -> Attended:
     assert rows.prompt_starts is not None, "kernels on a CPU work prompt by prompt"
     kv_heads, dim = k.shape[1], k.shape[3]
-    out = torch.empty(len(qkv), heads * dim)
+    out, sums = torch.empty(len(qkv), heads * dim), torch.empty(len(qkv), heads)
     kernel = attend_bfloat16 if k.dtype == torch.bfloat16 else attend_float32
     prompts = len(rows.prompt_starts) - 1
     tables = rows.prompt_tables, rows.prompt_lengths, rows.own_tables, rows.own_lengths
@@ -160,10 +186,10 @@ def _attend_on_cpu(
     claim = _claim_heads(prompts, kv_heads)
     pools = _view_addresses(k), _view_addresses(v)
     kernel(
-        prompts * kv_heads, qkv.float(), *pools, *tables, rows.prompt_starts, *sizes, *rule.for_kernel(heads), out,
-        claim=claim,
+        prompts * kv_heads, qkv.float(), *pools, *tables, rows.prompt_starts, *sizes, *rule.for_kernel(heads),
+        rows.part.ranks, rows.part.index, out, sums, claim=claim,
     )  # fmt: skip
-    return out.to(qkv.dtype)
+    return out.to(qkv.dtype), sums
 
 
 def _view_addresses(pool: Tensor) -> Tensor:
@@ -187,13 +213,14 @@ def count_run_rows(heads: int, kv_heads: int) -> int:
 
 def attend_to_runs(
     qkv: Tensor, k: Tensor, v: Tensor, runs: KeyRuns, heads: int, rule: AttentionRule = CAUSAL
-) -> Tensor:
-    """Attend from each row to the keys that it sees.
+) -> Attended:
+    """Attend from each row to the keys that it sees and that this rank holds.
 
     qkv: [N, (heads + 2 kv_heads) * D], only queries are read; k, v: [blocks, kv_heads, BLOCK_TOKENS, D], as in a
-    layer of a `PagedCache` -> [N, heads * D]
+    layer of a `PagedCache`
     """
-    kv_heads, dim = k.shape[1], k.shape[3]
+    kv_heads, dim, part = k.shape[1], k.shape[3], runs.part
+    rule = _count_sinks_once(rule, part)
     tables = (
         runs.shared_tables,
         runs.shared_lengths,
@@ -202,15 +229,32 @@ def attend_to_runs(
         runs.own_lengths,
         runs.starts,
     )
+    sums = torch.empty(len(qkv), heads, device=qkv.device)
     if on_gpu(qkv):
         out = qkv.new_empty(len(qkv), heads * dim)
         launch = load_kernels().exact.launch_run_attention
-        launch(qkv.contiguous(), k, v, *tables, heads, *rule.bounds, rule.sinks, out)
-        return out
+        launch(
+            qkv.contiguous(), k, v, *tables, heads, *rule.bounds, rule.sinks, part.ranks, part.index, out, sums
+        )
+        return out, sums
     out = torch.empty(len(qkv), heads * dim)
     kernel = attend_runs_bfloat16 if k.dtype == torch.bfloat16 else attend_runs_float32
     sizes = heads, kv_heads, dim, runs.most, runs.longest
     pools = _view_addresses(k), _view_addresses(v)
     pieces = (len(runs.starts) - 1) * kv_heads
-    kernel(pieces, qkv.float(), *pools, *tables, *sizes, *rule.for_kernel(heads), out, claim=1)
-    return out.to(qkv.dtype)
+    kernel(
+        pieces, qkv.float(), *pools, *tables, *sizes, *rule.for_kernel(heads), part.ranks, part.index, out,
+        sums, claim=1,
+    )  # fmt: skip
+    return out.to(qkv.dtype), sums
+
+
+def merge_parts(found: Attended, group: Group) -> Tensor:
+    """Merge what the ranks of a group have found for the same queries, each in its own part of the keys. All ranks get
+    the same result, bit for bit. -> [B, heads * D]"""
+    if group.size == 1:
+        return found[0]
+    outputs, sums = gather_rows(found, group)
+    weights = torch.softmax(sums.view(group.size, *found[1].shape) * _LN_2, 0)
+    each = outputs.view(*weights.shape, -1).float()
+    return (each * weights.unsqueeze(-1)).sum(0).to(outputs.dtype).flatten(1)

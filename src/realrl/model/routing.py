@@ -1,5 +1,6 @@
 """Routing: the choice of experts for each token, and how it is recorded, replayed and balanced."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,16 +38,23 @@ EXPERT_DTYPE = torch.int16
 class RecordedRouting(Routing):
     """Routing by `inner`, with the chosen experts recorded for router replay."""
 
-    def __init__(self, record: Tensor, places: tuple[Tensor, ...], inner: Routing) -> None:
+    def __init__(
+        self,
+        record: Tensor,
+        places: tuple[Tensor, ...],
+        inner: Routing,
+        collect: Callable[[Tensor], Tensor] = lambda experts: experts,
+    ) -> None:
         """`record` is [layers of the stage, ..., k] EXPERT_DTYPE. `places` index its middle dims, one index per
-        token, [T]."""
-        self._record, self._places, self._inner = record, places, inner
+        token, [T]. If a rank routes only some of these tokens, `collect` makes the experts of all of them from those
+        of its own."""
+        self._record, self._places, self._inner, self._collect = record, places, inner, collect
 
     def route(
         self, layer: int, probabilities: Tensor, preferences: Tensor, per_token: int
     ) -> tuple[Tensor, Tensor]:
         weighed, experts = self._inner.route(layer, probabilities, preferences, per_token)
-        self._record[layer][self._places] = experts.to(EXPERT_DTYPE)
+        self._record[layer][self._places] = self._collect(experts.to(EXPERT_DTYPE))
         return weighed, experts
 
     def skip(self, layer: int) -> None:

@@ -15,7 +15,7 @@ from realrl.layout.shard import Shard
 from realrl.model.adapter import Adapter, StackAdapter, make_adapters, make_stack_adapters
 from realrl.model.arithmetic.autograd import checkpoint_activations
 from realrl.model.arithmetic.ops import PLAIN, Products, embed, linear
-from realrl.model.attention import find_repeated_heads, split_heads, varlen_attention
+from realrl.model.attention import find_repeated_heads, varlen_attention
 from realrl.model.attention_rule import AttentionRule
 from realrl.model.context_parallel import ContextParallel
 from realrl.model.group import Group, make_single_rank_group
@@ -24,7 +24,7 @@ from realrl.model.layer import Layer, Norm, RotaryTables
 from realrl.model.logprobs import cap_logits, compute_token_logprobs, find_likeliest_tokens
 from realrl.model.matrices import DecodeWeights, Matrices
 from realrl.model.packing import Packing, Prefill
-from realrl.model.paged_attention import CachedRows, attend_to_runs
+from realrl.model.paged_attention import CachedRows
 from realrl.model.quantised import find_matrices
 from realrl.model.rotary import make_rotation
 from realrl.model.routing import LIKELIEST, Routing
@@ -192,30 +192,52 @@ class Transformer(nn.Module):
     def prefill(self, x: Tensor, tokens: Prefill, cache: PagedCache) -> Tensor | None:
         """Compute keys and values of tokens, and store them at their places in the cache.
 
-        x: as for `forward`. Returns hidden states for the next stage [T, H]. The last stage returns None and stops
+        x: as for `forward`. Returns hidden states for the next stage [n, H]. The last stage returns None and stops
         after the last layer's keys and values, because nothing needs its output.
         """
         heads = len(self.shard.queries)
         kv_heads = self.cache_kv_heads
+        exact = self._products.exact
+        cp = None if tokens.whole is None else self._make_cp(tokens.whole)
+        first = tokens.whole_tokens
+
+        def gather(values: Tensor) -> tuple[Tensor, Tensor]:
+            """Gather the values of whole sequences, with padding at the end. Also returns the values of all tokens
+            without it."""
+            if cp is None:
+                return values[:first], values
+            of_whole = cp.gather(values[:first])
+            rest = values[first:]
+            return of_whole, torch.cat((of_whole[: cp.share.tokens], rest))
+
+        def store(layer: int, qkv: Tensor) -> Tensor:
+            """Store keys and values; return those of whole sequences, side by side."""
+            of_whole, kv = gather(qkv[:, heads * self.shape.head_dim :])
+            if tokens.stored is not None:
+                kv = kv[tokens.stored[0]]
+            k, v = kv.view(len(kv), 2, kv_heads, -1).unbind(1)
+            cache.store(layer, k, v, tokens.places if tokens.stored is None else tokens.stored[1])
+            return of_whole
 
         def attend(layer: int, qkv: Tensor, rule: AttentionRule) -> Tensor:
             qkv = self._repeat_kv_heads(qkv)
-            _, k, v = split_heads(qkv, heads, kv_heads)
             # Parts of sequences read keys that this pass may have stored for other parts.
-            cache.store(layer, k, v, tokens.places)
+            kv = store(layer, qkv)
             found = []
-            if tokens.whole is not None:
-                of_whole = qkv[: len(tokens.whole.positions)]
-                exact = self._products.exact
-                found.append(varlen_attention(of_whole, tokens.whole, heads, kv_heads, rule, exact=exact))
+            if cp is not None:
+                q = qkv[:first, : heads * self.shape.head_dim]
+                found.append(cp.attend_to(q, kv, heads, kv_heads, rule, exact=exact))
+            elif tokens.whole is not None:
+                found.append(varlen_attention(qkv[:first], tokens.whole, heads, kv_heads, rule, exact=exact))
             if tokens.parts is not None:
-                of_parts = qkv[len(qkv) - len(tokens.parts.own_lengths) :]
-                found.append(
-                    attend_to_runs(of_parts, cache.k[layer], cache.v[layer], tokens.parts, heads, rule)
-                )
+                found.append(cache.attend_to_runs(layer, qkv[first:], tokens.parts, heads, rule))
             return torch.cat(found) if len(found) > 1 else found[0]
 
-        record = None if cache.experts is None else cache.record(tokens.places)
+        def collect_experts(experts: Tensor) -> Tensor:
+            # Not every backend gathers 16-bit integers.
+            return gather(experts.view(torch.uint8))[1].view(experts.dtype)
+
+        record = None if cache.experts is None else cache.record(tokens.places, collect_experts)
         tp = TensorParallel(self.tensor_group, len(tokens.positions))
         x, tables = self._enter(x, tokens.positions, tp)
         count = len(self.layers) - self.shard.last
@@ -224,8 +246,7 @@ class Transformer(nn.Module):
         if not self.shard.last:
             return x
         last = cast(Layer, self.layers[count])
-        qkv = self._repeat_kv_heads(last.compute_qkv(x, tables[count], tp, self._matrices))
-        cache.store(count, *split_heads(qkv, heads, kv_heads)[1:], tokens.places)
+        store(count, self._repeat_kv_heads(last.compute_qkv(x, tables[count], tp, self._matrices)))
         if record is not None:
             record.skip(count)
         return None

@@ -245,7 +245,7 @@ class Strategy:
     def can_generate(self, portions: int = 1) -> bool:
         """Check whether a call that generates accepts this strategy. `portions`: see `Call.portions`."""
         apart = self.pp == 1 == portions or not self.decodes_together
-        return self.cp == self.vpp == 1 and not self.shards_parameters and apart
+        return self.vpp == 1 and not self.shards_parameters and apart
 
     @property
     def all_degrees(self) -> Degrees:

@@ -15,7 +15,7 @@ from realrl.engine.generation.decode_memory import (
     list_addresses,
 )
 from realrl.engine.generation.lockstep import Lockstep, Pace
-from realrl.engine.generation.prefill import PrefillPass
+from realrl.engine.generation.prefill import PrefillPass, count_computed_tokens
 from realrl.engine.generation.routed_experts import RoutedExperts
 from realrl.engine.generation.sampling_noise import SamplingNoise, SamplingSeed
 from realrl.engine.generation.scheduler import (
@@ -29,6 +29,7 @@ from realrl.engine.generation.turns import Turns
 from realrl.engine.model import Model
 from realrl.engine.pipeline import PendingRecv
 from realrl.layout.kv_blocks import (
+    BLOCK_TOKENS,
     count_prefill_tokens,
     count_prompt_blocks,
     count_steps_per_look,
@@ -64,7 +65,8 @@ class GenerateCall:
         """Prepare the continuation of `rows`: allocate memory, or take the memory that earlier calls left in
         `kept`.
 
-        `kv_capacity` is the number of tokens that the cache holds for each decode batch. `pass_tokens` limits the
+        `kv_capacity` is the number of tokens that the cache holds for each decode batch, on all ranks that divide the
+        cache. `pass_tokens` limits the
         tokens of a prefill pass; its default depends on the device. With `record_experts`, a row's experts are read
         from the cache before the row leaves it. `turns` is the environment, if there is one. If it `serves`
         requests, rows choose tokens as their `choice` says, and those that have waited longest are evicted first.
@@ -87,12 +89,14 @@ class GenerateCall:
         self.noise = SamplingNoise(seed)
         self.lockstep = Lockstep(model)
         lengths = [prompt.length for prompt in dict.fromkeys(row.prompt for row in rows)]
+        block_tokens = BLOCK_TOKENS * model.groups.context.size
         size = size_cache(
             batches * kv_capacity,
-            prompt_blocks=sum(map(count_prompt_blocks, lengths)),
+            prompt_blocks=sum(count_prompt_blocks(length, block_tokens) for length in lengths),
             longest_prompt=max(lengths, default=1),
             rows=max(1, len(rows)),
             new_tokens=self.new_tokens,
+            block_tokens=block_tokens,
         )
         if serves:
             size = replace(size, rows=len(rows))  # most requests are much shorter than the context
@@ -276,7 +280,7 @@ class DecodeBatch:
             self._rows = self._buffers.view(self._pace.width)
         if turn.rows and not call.model.pipeline.first:
             if turn.prefills:
-                tokens = sum(prefill.tokens for prefill in turn.prefills)
+                tokens = count_computed_tokens(turn.prefills, call.model.groups.context.size)
                 self._prefill_recv = call.model.pipeline.post_recv(tokens, followed=True)
             self._post_hidden_recv()
 
@@ -295,7 +299,7 @@ class DecodeBatch:
         call = self._call
         model = call.model
         run_rows = count_run_rows(len(model.shard.queries), model.transformer.cache_kv_heads)
-        part = PrefillPass.of(prefills, model.device, run_rows=run_rows)
+        part = PrefillPass.of(prefills, model.device, run_rows=run_rows, group=model.groups.context)
         pending, self._prefill_recv = self._prefill_recv, None
         x = part.tokens if pending is None else pending.wait()
         del pending

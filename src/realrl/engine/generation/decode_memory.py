@@ -9,7 +9,7 @@ from realrl.engine.generation.decode_step import DecodeStep, StepGraphs
 from realrl.engine.generation.row_buffers import RowBuffers
 from realrl.engine.generation.sampler import Sampler
 from realrl.engine.model import Model
-from realrl.layout.kv_blocks import CacheSize, count_steps_per_look, pad_rows
+from realrl.layout.kv_blocks import BLOCK_TOKENS, CacheSize, count_steps_per_look, pad_rows
 from realrl.model.kv_cache import PagedCache
 from realrl.model.matrices import DecodeWeights
 from realrl.recipe.generation import GenerationConfig
@@ -76,13 +76,14 @@ class DecodeMemory:
         device = model.device
         weights = model.transformer.prepare_decoding()
         cache = PagedCache(
-            CacheSize(size.blocks, size.rows),
+            CacheSize(size.blocks, size.rows, BLOCK_TOKENS * model.groups.context.size),
             layers=len(model.shard.layers),
             kv_heads=model.transformer.cache_kv_heads,
             head_dim=model.shape.head_dim,
             dtype=model.dtype,
             device=device,
             experts=kind.experts,
+            group=model.groups.context,
         )
         sampler = Sampler(
             kind.sampling, temperature=model.temperature, stop_token_ids=kind.stop_token_ids, device=device
@@ -97,6 +98,7 @@ class DecodeMemory:
                 steps=count_steps_per_look(cpu=not kind.on_gpu),
                 device=device,
                 mirrored=kind.on_gpu,
+                part=cache.part,
                 choices=kind.choices,
             )
             for _ in range(kind.batches)

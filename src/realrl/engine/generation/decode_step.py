@@ -43,8 +43,17 @@ class DecodeStep:
             tokens, logprobs = self._sampler.sample_by_row(
                 logits, rows.cached.own_lengths, noise, rows.choices
             )
+        tokens, logprobs = self._agree(tokens, logprobs)
         rows.advance(tokens, logprobs)
         return tokens
+
+    def _agree(self, tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+        """Take the tokens of the first of the context-parallel ranks, in case that its logits differ by rounding."""
+        group = self._model.groups.context
+        if group.size == 1:
+            return tokens, logprobs
+        both = group.broadcast(torch.stack((tokens.double(), logprobs.double())))  # float64 holds both exactly
+        return both[0].long(), both[1].float()
 
 
 class StepGraphs:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from realrl.data.batch import copy_to_device
 from realrl.engine.generation.scheduler import SCRATCH, RowPrefill
-from realrl.layout.kv_blocks import BLOCK_TOKENS
-from realrl.model.packing import Packing, Prefill
+from realrl.layout.kv_blocks import CachePart
+from realrl.model.group import Group
+from realrl.model.packing import Packing, Prefill, count_own_tokens
 from realrl.model.paged_attention import CachePlaces, KeyRuns
 
 
@@ -20,31 +21,48 @@ class PrefillPass:
     """Forward pass over T tokens of sequences that are about to be continued."""
 
     tokens: Tensor
-    """[T] int64"""
+    """Tokens that this rank computes. [n] int64"""
     prefill: Prefill
 
     @classmethod
-    def of(cls, prefills: Sequence[RowPrefill], device: torch.device, *, run_rows: int) -> "PrefillPass":
+    def of(
+        cls, prefills: Sequence[RowPrefill], device: torch.device, *, run_rows: int, group: Group
+    ) -> "PrefillPass":
         """Pack the tokens of `prefills`. In parts of sequences, up to `run_rows` neighbouring tokens read keys
-        together."""
+        together. The ranks of `group` divide the cache, and the tokens of whole sequences."""
         whole = [prefill for prefill in prefills if not prefill.first]
         parts = [prefill for prefill in prefills if prefill.first]
-        ordered = whole + parts
+        ordered, part = whole + parts, CachePart(group.size, group.index)
+        packing = Packing.of([prefill.length for prefill in whole], device, group=group) if whole else None
         positions = np.concatenate([np.arange(prefill.first, prefill.length) for prefill in ordered])
-        places = np.concatenate([_find_places(prefill) for prefill in ordered])
-        blocks, offsets = np.divmod(places, BLOCK_TOKENS)
-        host = [torch.cat([_read_tokens(prefill) for prefill in ordered])]
-        host += [torch.from_numpy(of) for of in (positions, blocks, offsets)]
-        tokens, positions_there, blocks_there, offsets_there = copy_to_device(host, device)
+        places = np.concatenate([_find_places(prefill, part.block_tokens) for prefill in ordered])
+        blocks, offsets = np.divmod(places, part.block_tokens)
+        arrays = [positions, blocks, offsets]
+        if part.ranks > 1:
+            own = np.flatnonzero(offsets % part.ranks == part.index)
+            arrays += [own, blocks[own], offsets[own] // part.ranks]
+        host = [torch.cat([_read_tokens(prefill) for prefill in ordered]), *map(torch.from_numpy, arrays)]
+        tokens, positions_there, blocks_there, offsets_there, *stored = copy_to_device(host, device)
+        if packing is not None and packing.share is not None:
+            share = packing.share
+            tokens = torch.cat((share.select(tokens[: share.tokens]), tokens[share.tokens :]))
+            positions_there = torch.cat((share.positions, positions_there[share.tokens :]))
         return cls(
             tokens,
             Prefill(
                 positions_there,
                 CachePlaces(blocks_there, offsets_there),
-                Packing.of([prefill.length for prefill in whole], device) if whole else None,
-                _find_runs(parts, run_rows, device) if parts else None,
+                packing,
+                _find_runs(parts, run_rows, device, part) if parts else None,
+                (stored[0], CachePlaces(*stored[1:])) if stored else None,
             ),
         )
+
+
+def count_computed_tokens(prefills: Sequence[RowPrefill], ranks: int) -> int:
+    """Count the tokens that each of `ranks` ranks computes in a pass; see `Prefill`."""
+    whole = sum(prefill.tokens for prefill in prefills if not prefill.first)
+    return count_own_tokens(whole, ranks) + sum(prefill.tokens for prefill in prefills if prefill.first)
 
 
 def _read_tokens(prefill: RowPrefill) -> Tensor:
@@ -53,16 +71,18 @@ def _read_tokens(prefill: RowPrefill) -> Tensor:
     return torch.cat(parts)[prefill.first : prefill.length]
 
 
-def _find_places(prefill: RowPrefill) -> np.ndarray:
-    """Find the cache places (block * BLOCK_TOKENS + offset) of the tokens that are prefilled. [length - first]
+def _find_places(prefill: RowPrefill, block_tokens: int) -> np.ndarray:
+    """Find the cache places (block * block_tokens + offset) of the tokens that are prefilled. [length - first]
     int64"""
     row = prefill.row
     shared = row.prompt.length - 1
-    prompt, own = list_places(row.prompt.blocks), list_places(row.blocks)
+    prompt, own = list_places(row.prompt.blocks, block_tokens), list_places(row.blocks, block_tokens)
     return np.concatenate([prompt[:shared], own[: prefill.length - shared]])[prefill.first :]
 
 
-def _find_runs(parts: Sequence[RowPrefill], run_rows: int, device: torch.device) -> KeyRuns:
+def _find_runs(
+    parts: Sequence[RowPrefill], run_rows: int, device: torch.device, part_of_cache: CachePart
+) -> KeyRuns:
     """Find the keys that the tokens of parts see. A run has neighbouring tokens of one part."""
     prompts = [part.row.prompt for part in parts]
     # The prompt is in the cache as a whole, so each of the tokens is behind it.
@@ -88,6 +108,7 @@ def _find_runs(parts: Sequence[RowPrefill], run_rows: int, device: torch.device)
         starts=run_starts,
         most=run_rows,
         longest=max(part.length for part in parts),
+        part=part_of_cache,
     )
 
 
@@ -99,9 +120,9 @@ def _as_table(blocks: Sequence[Sequence[int]]) -> np.ndarray:
     return table
 
 
-def list_places(blocks: Sequence[int]) -> np.ndarray:
-    """List the cache places (block * BLOCK_TOKENS + offset) in a list of blocks. [BLOCK_TOKENS * blocks] int64"""
-    return (np.asarray(blocks, dtype=np.int64)[:, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)).reshape(-1)
+def list_places(blocks: Sequence[int], block_tokens: int) -> np.ndarray:
+    """List the cache places (block * block_tokens + offset) in a list of blocks. [block_tokens * blocks] int64"""
+    return (np.asarray(blocks, dtype=np.int64)[:, None] * block_tokens + np.arange(block_tokens)).reshape(-1)
 
 
 def as_tensor(values: "array[int] | array[float]", dtype: torch.dtype) -> Tensor:

@@ -21,7 +21,8 @@ class RoutedExperts:
     """Experts of the rows of a generate call, in the layers of this rank's stage."""
 
     def __init__(self, record: Tensor) -> None:
-        """`record` is the cache's tensor, [layers, blocks, BLOCK_TOKENS, k]."""
+        """`record` is the cache's tensor, [layers, blocks, block_tokens, k]."""
+        self._block_tokens = record.shape[2]
         self._record = record.flatten(1, 2)
         self._own: defaultdict[int, list[Tensor]] = defaultdict(list)
         """Experts of each row's own segment. A part is read whenever the row leaves the cache. [n, layers, k]
@@ -53,10 +54,11 @@ class RoutedExperts:
         and, if the row leaves for the first time, those of its prompt."""
         row = released.row
         known = sum(len(part) for part in self._own[row.number])
-        own = list_places(released.blocks)[known : released.cached]
+        own = list_places(released.blocks, self._block_tokens)[known : released.cached]
         if row.number in self._prompts:
             return own
-        return np.concatenate([list_places(released.prompt_blocks)[: row.prompt.length - 1], own])
+        prompt = list_places(released.prompt_blocks, self._block_tokens)[: row.prompt.length - 1]
+        return np.concatenate([prompt, own])
 
     def rewind(self, row: DecodeRow, length: int) -> None:
         """Forget what was read of a row after the first `length` tokens of its continuation.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from realrl.engine.generation.sampling_noise import SamplingNoise
 from realrl.engine.generation.scheduler import SCRATCH, DecodeRow, DecodeTurn
-from realrl.layout.kv_blocks import count_blocks, count_prompt_blocks
+from realrl.layout.kv_blocks import CachePart, count_blocks, count_prompt_blocks
 from realrl.model.paged_attention import CachedRows
 
 
@@ -83,12 +83,15 @@ class RowBuffers:
         steps: int,
         device: torch.device,
         mirrored: bool,
+        part: CachePart,
         choices: bool = False,
     ) -> None:
-        """`steps` is the number of decode steps of a turn. With `choices`, rows differ in how tokens are chosen."""
+        """`steps` is the number of decode steps of a turn. `part` is the part of the cache that this rank holds. With
+        `choices`, rows differ in how tokens are chosen."""
         # Finished rows are decoded until the end of the turn; their surplus tokens go to the scratch block.
-        own = count_blocks(new_tokens + steps - 1)
-        shared = max(1, count_prompt_blocks(longest_prompt))
+        own = count_blocks(new_tokens + steps - 1, part.block_tokens)
+        shared = max(1, count_prompt_blocks(longest_prompt, part.block_tokens))
+        self._part = part
         self._host = {
             "tokens": torch.zeros(size, dtype=torch.int64),
             "keys": torch.zeros(size, dtype=torch.int64),
@@ -183,6 +186,7 @@ class RowBuffers:
                 own_lengths=device["own_lengths"][:rows],
                 prompt_starts=torch.cat((known, padding)),
                 most=self._most,
+                part=self._part,
             ),
             tokens=device["tokens"][:rows],
             keys=device["keys"][:rows],

@@ -11,8 +11,8 @@ environment has answered, and then returns to the head of the queue. It keeps it
 tokens are prefilled later. But running rows come first: if they need blocks, waiting rows are evicted. An evicted
 row is prefilled as a whole.
 
-Plans depend only on the order in which `plan` is called and on the lengths of rows. So all ranks of a pipeline and
-of a tensor-parallel group make the same plans from the same tokens.
+Plans depend only on the order in which `plan` is called and on the lengths of rows. So all ranks of a pipeline, of a
+tensor-parallel group and of a context-parallel group make the same plans from the same tokens.
 """
 
 from array import array
@@ -201,6 +201,7 @@ class Scheduler:
         for row in self._away:
             row.away = True
         self._pool = BlockPool(size.blocks)
+        self._block_tokens = size.block_tokens
         self._running: list[list[DecodeRow]] = [[] for _ in range(batches)]
         """Running rows of each decode batch, in the order of admission."""
         self._turns = [DecodeTurn()] * batches
@@ -336,7 +337,7 @@ class Scheduler:
             return [], False
         prefills: list[RowPrefill] = []
         tokens = 0
-        most = count_blocks(self._new_tokens)
+        most = count_blocks(self._new_tokens, self._block_tokens)
         growing = sum(len(row.blocks) < most for rows in self._running for row in rows)
         while queue and len(running) < self._limit:
             row = queue[0]
@@ -368,17 +369,17 @@ class Scheduler:
     def _place(self, row: DecodeRow) -> None:
         """Give a row that is to run the blocks that it lacks."""
         if not row.prompt.holders:
-            row.prompt.blocks = self._pool.take(count_prompt_blocks(row.prompt.length))
+            row.prompt.blocks = self._pool.take(count_prompt_blocks(row.prompt.length, self._block_tokens))
         row.prompt.holders += not row.blocks
         row.blocks += self._pool.take(max(0, self._count_own_blocks(row) - len(row.blocks)))
 
     def _count_missing_blocks(self, row: DecodeRow) -> int:
         """Count the blocks that a row lacks in order to run, with those of its prompt."""
-        shared = 0 if row.prompt.holders else count_prompt_blocks(row.prompt.length)
+        shared = 0 if row.prompt.holders else count_prompt_blocks(row.prompt.length, self._block_tokens)
         return shared + max(0, self._count_own_blocks(row) - len(row.blocks))
 
     def _count_own_blocks(self, row: DecodeRow) -> int:
-        return count_blocks(min(len(row.tokens) + self._steps, self._new_tokens))
+        return count_blocks(min(len(row.tokens) + self._steps, self._new_tokens), self._block_tokens)
 
 
 def make_idle_prefill() -> RowPrefill:

@@ -112,3 +112,9 @@ def silu_slope(x: np.float32) -> np.float32:
     """Differentiate x * sigmoid(x)."""
     share = sigmoid(x)
     return share * (np.float32(1.0) + x * (np.float32(1.0) - share))
+
+
+@numba.njit(inline="always")
+def count_here(tokens: int, ranks: int, index: int) -> int:
+    """Count those of the first `tokens` tokens of a segment that rank `index` holds; see `CachePart`."""
+    return (max(0, tokens) + ranks - 1 - index) // ranks

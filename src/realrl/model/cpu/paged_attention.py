@@ -4,6 +4,9 @@ A unit of work is a key/value head of a prompt. The prompt's keys are read once 
 and for all rows that continue the prompt; then each row attends to its own keys. The softmax is computed in tiles,
 which are combined one by one (Milakov and Gimelshein, arXiv 1805.02867). A row's result does not depend on other
 rows.
+
+If ranks divide the cache, the kernel attends to the keys of its rank alone. Lengths and windows count the keys of all
+ranks.
 """
 
 from typing import Any
@@ -14,7 +17,7 @@ import numpy as np
 from realrl.layout.kv_blocks import BLOCK_TOKENS
 from realrl.layout.limits import LANES
 from realrl.model.cpu import vectors
-from realrl.model.cpu.arithmetic import LOG2_E
+from realrl.model.cpu.arithmetic import LOG2_E, count_here
 from realrl.model.cpu.rows import (
     Work,
     bfloat16_pointer,
@@ -170,6 +173,7 @@ def _attend(work: Work, k: Any, v: Any) -> None:
         int(number(work, 11)),
     )
     window, bound, sinks = int(number(work, 12)), number(work, 13) * LOG2_E, row(work, 14, 0)
+    ranks, index = int(number(work, 15)), int(number(work, 16))
     group = heads // kv_heads
     padded = (dim + LANES - 1) // LANES * LANES
     q = np.empty(most * group * dim, np.float32)
@@ -190,13 +194,15 @@ def _attend(work: Work, k: Any, v: Any) -> None:
             outputs[: queries * padded] = 0.0
             for r in range(begin, end):
                 qkv = row(work, 0, r)
-                block = (int_row(work, 5, r)[own_lengths[r] // LANES] * kv_heads + head) * LANES
-                slot = own_lengths[r] % LANES
-                for d in range(dim):
-                    vectors.store_number(k, block * dim + d * LANES + slot, qkv[(heads + head) * dim + d])
-                    vectors.store_number(
-                        v, (block + slot) * padded + d, qkv[(heads + kv_heads + head) * dim + d]
-                    )
+                if own_lengths[r] % ranks == index:
+                    place = own_lengths[r] // ranks
+                    block = (int_row(work, 5, r)[place // LANES] * kv_heads + head) * LANES
+                    slot = place % LANES
+                    for d in range(dim):
+                        vectors.store_number(k, block * dim + d * LANES + slot, qkv[(heads + head) * dim + d])
+                        vectors.store_number(
+                            v, (block + slot) * padded + d, qkv[(heads + kv_heads + head) * dim + d]
+                        )
                 at = (r - begin) * group * dim
                 for d in range(group * dim):
                     q[at + d] = qkv[head * group * dim + d] * scale
@@ -205,7 +211,7 @@ def _attend(work: Work, k: Any, v: Any) -> None:
                 # row's own tokens.
                 r = begin if segment == 0 else begin + segment - 1
                 table = int_row(work, 3, r) if segment == 0 else int_row(work, 5, r)
-                length = prompt_lengths[r] if segment == 0 else own_lengths[r] + 1
+                length = count_here(prompt_lengths[r] if segment == 0 else own_lengths[r] + 1, ranks, index)
                 here = 0 if segment == 0 else (r - begin) * group
                 until = queries if segment == 0 else here + group
                 # Find the first key of the segment that any row sees. The row with the fewest generated tokens sees
@@ -214,8 +220,9 @@ def _attend(work: Work, k: Any, v: Any) -> None:
                 start = length
                 for other in range(begin, end) if segment == 0 else range(r, r + 1):
                     newest = prompt_lengths[other] + own_lengths[other]
-                    start = min(start, newest + 1 - window - (0 if segment == 0 else prompt_lengths[r]))
-                for tile in range(max(0, start) // _WIDTH * _WIDTH, length, _WIDTH):
+                    past = newest + 1 - window - (0 if segment == 0 else prompt_lengths[r])
+                    start = min(start, count_here(past, ranks, index))
+                for tile in range(start // _WIDTH * _WIDTH, length, _WIDTH):
                     keys = min(_WIDTH, length - tile)
                     for t in range(0, keys, 2 * LANES):
                         # `then` equals t at the last block.
@@ -241,8 +248,9 @@ def _attend(work: Work, k: Any, v: Any) -> None:
                     for a in range(here, until):
                         of = begin + a // group
                         newest = prompt_lengths[of] + own_lengths[of]
-                        past = newest + 1 - window - tile - (0 if segment == 0 else prompt_lengths[of])
-                        _weigh(scores, a, max(0, past), keys, bound, tops, totals, outputs, padded)
+                        past = newest + 1 - window - (0 if segment == 0 else prompt_lengths[of])
+                        hidden = max(0, count_here(past, ranks, index) - tile)
+                        _weigh(scores, a, hidden, keys, bound, tops, totals, outputs, padded)
                     for t in range(0, keys, LANES):
                         block = (table[(tile + t) // LANES] * kv_heads + head) * LANES
                         count = min(LANES, keys - t)
@@ -260,15 +268,18 @@ def _attend(work: Work, k: Any, v: Any) -> None:
                             _add_values(scores, a, b, t, v, block * padded, count, outputs, padded)
                             a += 2
             for a in range(queries):
-                out = row(work, 15, begin + a // group)
-                at = (head * group + a % group) * dim
-                share = np.float32(1.0) / totals[a]
+                out, sums = row(work, 17, begin + a // group), row(work, 18, begin + a // group)
+                query_head = head * group + a % group
+                at = query_head * dim
+                # A rank that holds no key of a row has a sum of 0, and its output does not count.
+                share = np.float32(1.0) / totals[a] if totals[a] > 0 else np.float32(0.0)
+                sums[query_head] = tops[a] + np.log2(totals[a])
                 for d in range(dim):
                     out[at + d] = outputs[a * padded + d] * share
         first, last = claim(work)
 
 
-@row_kernel(outputs=1)
+@row_kernel(outputs=2)
 def attend_float32(work: Work) -> None:
     """Store new keys and values of rows, and attend from the rows to all of their keys.
 
@@ -277,13 +288,13 @@ def attend_float32(work: Work) -> None:
         prompt tables [B, blocks] and lengths [B]; own tables [B, blocks] and lengths [B] without the new token;
         first row of each prompt and B [prompts + 1]; heads, kv_heads, D, most rows of a prompt;
         window (tokens that a token sees, itself included), cap of scores (0 for none);
-        sinks [heads] (-inf for none)
-        -> out [B, heads * D]
+        sinks [heads] (-inf for none); number of ranks that divide the cache, index of this rank
+        -> out [B, heads * D]; log2 of the sums of the exponentials of scores [B, heads]
     """
     _attend(work, float_pointer(work, 1), float_pointer(work, 2))
 
 
-@row_kernel(outputs=1)
+@row_kernel(outputs=2)
 def attend_bfloat16(work: Work) -> None:
-    """`attend_float32` with keys and values in bfloat16; qkv and out are float32."""
+    """`attend_float32` with keys and values in bfloat16; all other numbers are float32."""
     _attend(work, bfloat16_pointer(work, 1), bfloat16_pointer(work, 2))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from realrl.layout.kv_blocks import BLOCK_TOKENS
 from realrl.model.gpu.library import register_kernel
-from realrl.model.gpu.paged_attention import LOG2_E, product_type
+from realrl.model.gpu.paged_attention import LOG2_E, count_here, product_type
 
 _ROWS, _COLUMNS, _DEPTH = 64, 64, 32
 """Rows, columns and depth of the tile of every product. The tile is small enough for decode steps of few rows."""
@@ -59,16 +59,27 @@ def launch_products(x: Tensor, weight: Tensor, out: Tensor) -> None:
         )  # fmt: skip
 
 
+@triton.jit
+def _count_past(shared, own, window, RANKS: tl.constexpr, INDEX: tl.constexpr):
+    """Count the keys before the window of rows whose newest key is their last one."""
+    past = shared + own - window
+    return count_here(tl.minimum(past, shared), RANKS, INDEX) + count_here(past - shared, RANKS, INDEX)
+
+
 @triton.jit(do_not_specialize=["shared_width", "own_width", "window"])
 def _attend_kernel(
-    qkv, k_pool, v_pool, shared_tables, shared_lengths, own_tables, own_numbers, own_lengths, starts, out,
-    shared_width, own_width, scale, window, bound, sinks,
+    qkv, k_pool, v_pool, shared_tables, shared_lengths, own_tables, own_numbers, own_lengths, starts, out, sums,
+    shared_width, own_width, scale, window, bound, sinks, RANKS: tl.constexpr, INDEX: tl.constexpr,
     CAP: tl.constexpr, SINKS: tl.constexpr, LOG2_E: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, PRODUCT: tl.constexpr,
 ):  # fmt: skip
     """Attend from a run (neighbouring rows that share keys) to all of its keys, tile by tile. A program computes
-    the query heads of one key/value head."""
+    the query heads of one key/value head.
+
+    Lengths and the window count the keys of all RANKS ranks that divide the cache. All other numbers of keys and their
+    places are those of this rank.
+    """
     run = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     group: tl.constexpr = HEADS // KV_HEADS
@@ -86,18 +97,21 @@ def _attend_kernel(
         inside,
         other=0.0,
     )
-    seen = tl.load(shared_lengths + row, is_query, other=0) + tl.load(own_lengths + row, is_query, other=0)
+    row_shared = tl.load(shared_lengths + row, is_query, other=0)
+    row_own = tl.load(own_lengths + row, is_query, other=0)
+    seen = count_here(row_shared, RANKS, INDEX) + count_here(row_own, RANKS, INDEX)
+    past = _count_past(row_shared, row_own, window, RANKS, INDEX)
     # Rows of a run with own keys share them, too. The last row sees the most keys.
-    shared = tl.load(shared_lengths + end - 1)
-    keys = shared + tl.load(own_lengths + end - 1)
+    shared = count_here(tl.load(shared_lengths + end - 1), RANKS, INDEX)
+    keys = shared + count_here(tl.load(own_lengths + end - 1), RANKS, INDEX)
     own_number = tl.load(own_numbers + begin)
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     output = tl.zeros([QUERIES, PADDED], tl.float32)
     # Tiles before every row's window are skipped. This does not change the result, because their weights would be
     # 0.
-    earliest = tl.load(shared_lengths + begin) + tl.load(own_lengths + begin)
-    hidden = tl.maximum(earliest - window, 0)
+    first_shared, first_own = tl.load(shared_lengths + begin), tl.load(own_lengths + begin)
+    hidden = _count_past(first_shared, first_own, window, RANKS, INDEX)
     for first in range(hidden // TILE * TILE, keys, TILE):
         position = first + tl.arange(0, TILE)
         is_shared = position < shared
@@ -113,7 +127,7 @@ def _attend_kernel(
         if CAP:
             # tanh(x) = 2 / (1 + e^-2x) - 1
             scores = bound * (2.0 * tl.sigmoid(2.0 * scores / bound) - 1.0)
-        is_seen = (position[None, :] < seen[:, None]) & (position[None, :] >= seen[:, None] - window)
+        is_seen = (position[None, :] < seen[:, None]) & (position[None, :] >= past[:, None])
         scores = tl.where(is_seen, scores, float("-inf"))
         # A query that has seen no key yet must not subtract infinity from infinity.
         higher = tl.maximum(top, tl.max(scores, 1))
@@ -130,7 +144,9 @@ def _attend_kernel(
         factor = tl.exp2(top - higher)
         total = total * factor + tl.exp2(sink - higher)
         output = output * factor[:, None]
-    output = output / tl.where(is_query, total, 1.0)[:, None]
+        top = higher
+    output = output / tl.where(is_query & (total > 0.0), total, 1.0)[:, None]
+    tl.store(sums + row * HEADS + number, top + tl.log2(total), is_query)
     target = out + row[:, None] * (HEADS * DIM) + number[:, None] * DIM + dims[None, :]
     tl.store(target, output.to(out.dtype.element_ty), inside)
 
@@ -138,23 +154,24 @@ def _attend_kernel(
 @register_kernel(
     "attend_to_runs(Tensor qkv, Tensor k, Tensor v, Tensor shared_tables, Tensor shared_lengths, "
     "Tensor own_tables, Tensor own_numbers, Tensor own_lengths, Tensor starts, int heads, int window, float cap, "
-    "Tensor? sinks, Tensor(a!) out)"
+    "Tensor? sinks, int ranks, int index, Tensor(a!) out, Tensor(b!) sums)"
 )
 def launch_run_attention(
     qkv: Tensor, k: Tensor, v: Tensor, shared_tables: Tensor, shared_lengths: Tensor, own_tables: Tensor,
     own_numbers: Tensor, own_lengths: Tensor, starts: Tensor, heads: int, window: int, cap: float,
-    sinks: Tensor | None, out: Tensor,
+    sinks: Tensor | None, ranks: int, index: int, out: Tensor, sums: Tensor,
 ) -> None:  # fmt: skip
     """Compute `paged_attention.attend_to_runs`. Tensors are contiguous; all rows of a run have the same
     own keys.
 
-    qkv: [N, (heads + 2 kv_heads) * D]; k, v: [blocks, kv_heads, BLOCK_TOKENS, D] -> out [N, heads * D]
+    qkv: [N, (heads + 2 kv_heads) * D]; k, v: [blocks, kv_heads, BLOCK_TOKENS, D] -> out [N, heads * D], sums [N,
+    heads]
     """
     _, kv_heads, _, dim = k.shape
     _attend_kernel[(len(starts) - 1, kv_heads)](
-        qkv, k, v, shared_tables, shared_lengths, own_tables, own_numbers, own_lengths, starts, out,
+        qkv, k, v, shared_tables, shared_lengths, own_tables, own_numbers, own_lengths, starts, out, sums,
         shared_tables.shape[-1], own_tables.shape[-1], LOG2_E * dim**-0.5,
-        window, LOG2_E * cap, out if sinks is None else sinks,
+        window, LOG2_E * cap, out if sinks is None else sinks, RANKS=ranks, INDEX=index,
         CAP=cap > 0, SINKS=sinks is not None, LOG2_E=LOG2_E,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED=max(16, triton.next_power_of_2(dim)),
         QUERIES=max(_QUERIES, triton.next_power_of_2(heads // kv_heads)),

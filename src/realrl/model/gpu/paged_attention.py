@@ -3,6 +3,9 @@
 Each program attends to a part of a row's keys, from the query heads that share one key/value head. A second kernel
 combines the parts by their log-sum-exps. A row's lengths alone decide how it is cut into parts, so its result does
 not depend on other rows.
+
+If ranks divide the cache (`CachePart`), the kernels attend to the keys of their rank alone. Lengths and windows count
+the keys of all ranks.
 """
 
 import os
@@ -36,10 +39,19 @@ def product_type(dtype: torch.dtype) -> tl.dtype:
 
 
 @triton.jit
-def _count_tiles(prompt, own, TILE: tl.constexpr, PARTS: tl.constexpr, PART_TILES: tl.constexpr):
+def count_here(tokens, RANKS: tl.constexpr, INDEX: tl.constexpr):
+    """Count those of the first `tokens` tokens of a segment that rank INDEX holds."""
+    return (tl.maximum(tokens, 0) + RANKS - 1 - INDEX) // RANKS
+
+
+@triton.jit
+def _count_tiles(
+    prompt, own, RANKS: tl.constexpr, INDEX: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
+    PART_TILES: tl.constexpr,
+):  # fmt: skip
     """Count the tiles of the prompt, of the whole row, and of a part."""
-    of_prompt = tl.cdiv(prompt, TILE)
-    tiles = of_prompt + tl.cdiv(own + 1, TILE)
+    of_prompt = tl.cdiv(count_here(prompt, RANKS, INDEX), TILE)
+    tiles = of_prompt + tl.cdiv(count_here(own + 1, RANKS, INDEX), TILE)
     return of_prompt, tiles, tl.maximum(PART_TILES, tl.cdiv(tiles, PARTS))
 
 
@@ -49,7 +61,7 @@ def _count_tiles(prompt, own, TILE: tl.constexpr, PARTS: tl.constexpr, PART_TILE
 def attend_part(
     qkv, k_pool, v_pool, prompt_tables, prompt_lengths, own_tables, own_lengths, outputs, tops, totals,
     prompt_width, own_width, scale, window, bound,
-    CAP: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
+    RANKS: tl.constexpr, INDEX: tl.constexpr, CAP: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
     QUERIES: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
     PART_TILES: tl.constexpr, PRODUCT: tl.constexpr,
 ):  # fmt: skip
@@ -63,7 +75,7 @@ def attend_part(
     part = tl.program_id(2)
     prompt = tl.load(prompt_lengths + row).to(tl.int32)
     own = tl.load(own_lengths + row).to(tl.int32)
-    prompt_tiles, tiles, each = _count_tiles(prompt, own, TILE, PARTS, PART_TILES)
+    prompt_tiles, tiles, each = _count_tiles(prompt, own, RANKS, INDEX, TILE, PARTS, PART_TILES)
     first = part * each
     if first >= tiles:
         return
@@ -76,9 +88,11 @@ def attend_part(
     q = tl.load(here + (head * group + queries[:, None]) * DIM + dims[None, :], mask=is_query, other=0.0)
     new_k = tl.load(here + (HEADS + head) * DIM + dims, mask=is_dim, other=0.0)
     new_v = tl.load(here + (HEADS + KV_HEADS + head) * DIM + dims, mask=is_dim, other=0.0)
-    if part == 0:
-        block = tl.load(own_tables + row * own_width + own // BLOCK)
-        place = ((block * KV_HEADS + head) * BLOCK + own % BLOCK) * DIM + dims
+    holds_new = own % RANKS == INDEX
+    newest = own // RANKS
+    if (part == 0) & holds_new:
+        block = tl.load(own_tables + row * own_width + newest // BLOCK)
+        place = ((block * KV_HEADS + head) * BLOCK + newest % BLOCK) * DIM + dims
         tl.store(k_pool + place, new_k, mask=is_dim)
         tl.store(v_pool + place, new_v, mask=is_dim)
     top = tl.full([QUERIES], float("-inf"), tl.float32)
@@ -86,19 +100,21 @@ def attend_part(
     output = tl.zeros([QUERIES, PADDED], tl.float32)
     # Tiles before the window are not read. The first visible token may lie in the prompt or after it.
     seen = tl.maximum(prompt + own + 1 - window, 0)
-    of_seen = tl.where(seen < prompt, seen // TILE, prompt_tiles + (seen - prompt) // TILE)
+    hidden = count_here(tl.where(seen < prompt, seen, seen - prompt), RANKS, INDEX) // TILE
+    of_seen = tl.where(seen < prompt, hidden, prompt_tiles + hidden)
+    prompt_here, own_here = count_here(prompt, RANKS, INDEX), count_here(own + 1, RANKS, INDEX)
     for tile in range(tl.maximum(first, of_seen), tl.minimum(first + each, tiles)):
         in_own = tile >= prompt_tiles
         keys = (tile - tl.where(in_own, prompt_tiles, 0)) * TILE + tl.arange(0, TILE)
-        is_own = keys < tl.where(in_own, own + 1, 0)
-        is_prompt = keys < tl.where(in_own, 0, prompt)
-        position = keys + tl.where(in_own, prompt, 0)
+        is_own = keys < tl.where(in_own, own_here, 0)
+        is_prompt = keys < tl.where(in_own, 0, prompt_here)
+        position = keys * RANKS + INDEX + tl.where(in_own, prompt, 0)
         is_key = (is_own | is_prompt) & (position >= seen)
         of_own = tl.load(own_tables + row * own_width + keys // BLOCK, mask=is_own, other=0)
         of_prompt = tl.load(prompt_tables + row * prompt_width + keys // BLOCK, mask=is_prompt, other=0)
         places = (((of_own + of_prompt) * KV_HEADS + head) * BLOCK + keys % BLOCK) * DIM
         # Take the newest token from qkv: the program that stores it may not have run yet.
-        is_new = is_own & (keys == own)
+        is_new = is_own & holds_new & (keys == newest)
         k = tl.load(
             k_pool + places[None, :] + dims[:, None], mask=is_key[None, :] & is_dim[:, None], other=0.0
         )
@@ -128,16 +144,17 @@ def attend_part(
 
 @triton.jit
 def combine_parts(
-    outputs, tops, totals, prompt_lengths, own_lengths, sinks, out,
-    SINKS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
-    PARTS: tl.constexpr, PART_TILES: tl.constexpr, LOG2_E: tl.constexpr,
+    outputs, tops, totals, prompt_lengths, own_lengths, sinks, out, sums,
+    RANKS: tl.constexpr, INDEX: tl.constexpr, SINKS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    PADDED: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, PART_TILES: tl.constexpr, LOG2_E: tl.constexpr,
 ):  # fmt: skip
-    """Combine the parts of a query head, and its sink if there is one. -> out [B, heads * D]"""
+    """Combine the parts of a query head, and its sink if there is one. -> out [B, heads * D], and the log2 of the sum
+    of the exponentials of the scores, sums [B, heads]"""
     row = tl.program_id(0).to(tl.int64)
     query = row * HEADS + tl.program_id(1)
     prompt = tl.load(prompt_lengths + row).to(tl.int32)
     own = tl.load(own_lengths + row).to(tl.int32)
-    _, tiles, each = _count_tiles(prompt, own, TILE, PARTS, PART_TILES)
+    _, tiles, each = _count_tiles(prompt, own, RANKS, INDEX, TILE, PARTS, PART_TILES)
     parts = tl.arange(0, PARTS)
     exists = parts * each < tiles
     dims = tl.arange(0, PADDED)
@@ -146,27 +163,34 @@ def combine_parts(
     if SINKS:
         sink = tl.load(sinks + tl.program_id(1)).to(tl.float32) * LOG2_E
         highest = tl.maximum(highest, sink)
-    factors = tl.exp2(top - highest)
+    if RANKS > 1:
+        # This rank may hold no key that the query sees. Infinity must not be subtracted from infinity.
+        finite = tl.where(highest == float("-inf"), 0.0, highest)
+    else:
+        finite = highest
+    factors = tl.exp2(top - finite)
     total = tl.sum(tl.load(totals + query * PARTS + parts, mask=exists, other=0.0) * factors, 0)
     if SINKS:
-        total += tl.exp2(sink - highest)
+        total += tl.exp2(sink - finite)
     each_output = tl.load(
         outputs + (query * PARTS + parts[:, None]) * DIM + dims[None, :],
         mask=exists[:, None] & (dims < DIM)[None, :],
         other=0.0,
     )
-    output = tl.sum(each_output * factors[:, None], 0) / total
+    output = tl.sum(each_output * factors[:, None], 0) / tl.where(total > 0.0, total, 1.0)
+    tl.store(sums + query, finite + tl.log2(total))
     tl.store(out + query * DIM + dims, output.to(out.dtype.element_ty), mask=dims < DIM)
 
 
 def launch_attention(
     qkv: Tensor, k: Tensor, v: Tensor, prompt_tables: Tensor, prompt_lengths: Tensor, own_tables: Tensor,
-    own_lengths: Tensor, heads: int, window: int, cap: float, sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
+    own_lengths: Tensor, heads: int, window: int, cap: float, sinks: Tensor | None, ranks: int = 1, index: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch the kernels of `attend_to_blocks`; all tensors are contiguous."""
     _, kv_heads, _, dim = k.shape
     count = len(qkv)
     sizes = {"HEADS": heads, "DIM": dim, "PADDED": max(16, triton.next_power_of_2(dim))}
+    sizes |= {"RANKS": ranks, "INDEX": index}
     tile = min(64, max(16, _TILE_BYTES // (sizes["PADDED"] * k.itemsize)))
     parts = {"TILE": tile, "PARTS": PARTS, "PART_TILES": PART_KEYS // tile}
     outputs = torch.empty(count, heads, PARTS, dim, dtype=torch.float32, device=qkv.device)
@@ -180,11 +204,12 @@ def launch_attention(
         BLOCK=BLOCK_TOKENS, PRODUCT=product_type(k.dtype), **sizes, **parts,
     )  # fmt: skip
     out = torch.empty(count, heads * dim, dtype=qkv.dtype, device=qkv.device)
+    sums = torch.empty(count, heads, dtype=torch.float32, device=qkv.device)
     combine_parts[(count, heads)](
-        outputs, tops, totals, prompt_lengths, own_lengths, outputs if sinks is None else sinks, out,
+        outputs, tops, totals, prompt_lengths, own_lengths, outputs if sinks is None else sinks, out, sums,
         SINKS=sinks is not None, LOG2_E=LOG2_E, **sizes, **parts,
     )  # fmt: skip
-    return out
+    return out, sums
 
 
 def _count_parts(prompt_width: int, own_width: int, tile: int) -> int:
