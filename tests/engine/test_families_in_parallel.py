@@ -39,6 +39,7 @@ PLACEMENTS = {
     "tensor": Placement(Mesh(0, 2), Strategy(tp=2)),
     "sequence": Placement(Mesh(0, 2), Strategy(tp=2, sequence_parallel=True)),
     "pipeline": Placement(Mesh(0, 2), Strategy(pp=2, micro_batch_tokens=40)),
+    "context": Placement(Mesh(0, 2), Strategy(cp=2)),
     "experts, tensor": Placement(Mesh(0, 2), Strategy(tp=2, ep=2)),
     "experts, sequence": Placement(Mesh(0, 2), Strategy(tp=2, ep=2, sequence_parallel=True)),
 }

@@ -124,7 +124,10 @@ def divide(case: Case, ranks: int) -> list[Case]:
         part = CachePart(ranks, index)
         segments = [
             (tables, lengths, -(-(int(lengths.max()) + 1) // part.block_tokens))
-            for tables, lengths in ((rows.prompt_tables, rows.prompt_lengths), (rows.own_tables, rows.own_lengths))
+            for tables, lengths in (
+                (rows.prompt_tables, rows.prompt_lengths),
+                (rows.own_tables, rows.own_lengths),
+            )
         ]
         count = sum(len(tables) * blocks for tables, _, blocks in segments)
         cache = PagedCache(

@@ -6,8 +6,8 @@ the prompt without its last token, and all rows of the prompt share it. The seco
 It starts in a new block with the last token of the prompt, because that token is the first input of a decode step.
 The last block of a segment may be partly filled.
 
-Context-parallel ranks divide the cache: token t of a segment is on rank t % cp. A block then has 16 tokens on each of
-them, and the scheduler, which is the same on all of them, counts 16 * cp tokens per block.
+Context-parallel ranks divide the cache: token t of a segment is on rank t % cp. A block then has 16 tokens on each
+of them, and the scheduler, which is the same on all of them, counts 16 * cp tokens per block.
 """
 
 from dataclasses import dataclass
@@ -65,6 +65,9 @@ class CachePart:
     def block_tokens(self) -> int:
         """Tokens of a block on all ranks."""
         return BLOCK_TOKENS * self.ranks
+
+
+WHOLE_CACHE = CachePart()
 
 
 def count_blocks(tokens: int, block_tokens: int = BLOCK_TOKENS) -> int:

@@ -38,8 +38,8 @@ class ContextParallel:
     def attend_to(
         self, q: Tensor, kv: Tensor, heads: int, kv_heads: int, rule: AttentionRule, *, exact: bool
     ) -> Tensor:
-        """Attend from this rank's tokens to keys that were gathered. q: [n, heads * D]; kv: [n * ranks, 2 * kv_heads *
-        D] -> [n, heads * D]"""
+        """Attend from this rank's tokens to keys that were gathered. q: [n, heads * D]; kv: [n * ranks, 2 *
+        kv_heads * D] -> [n, heads * D]"""
         outputs = [
             attend_to_spans(
                 part, kv[piece.first_key : piece.stop], piece.spans, heads, kv_heads, rule, exact=exact

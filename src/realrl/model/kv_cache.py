@@ -46,8 +46,8 @@ class PagedCache:
         experts: int = 0,
         group: Group | None = None,
     ) -> None:
-        """`experts` is the number of experts per token to record in each layer; 0 records none. The ranks of `group`
-        divide the cache."""
+        """`experts` is the number of experts per token to record in each layer; 0 records none. The ranks of
+        `group` divide the cache."""
         self._group = group or make_single_rank_group()
         self.part = CachePart(self._group.size, self._group.index)
         assert self.part.block_tokens == size.block_tokens, "a block has 16 tokens on each rank"
@@ -73,8 +73,8 @@ class PagedCache:
     def record(
         self, places: CachePlaces, collect: Callable[[Tensor], Tensor] = lambda experts: experts
     ) -> RecordedRouting:
-        """Make a routing that writes the chosen experts of tokens into the cache, at the tokens' places. `collect`: see
-        `RecordedRouting`."""
+        """Make a routing that writes the chosen experts of tokens into the cache, at the tokens' places. `collect`:
+        see `RecordedRouting`."""
         assert self.experts is not None, "the cache has no room for experts"
         return RecordedRouting(self.experts, (places.blocks, places.offsets), LIKELIEST, collect)
 

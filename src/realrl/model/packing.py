@@ -399,8 +399,8 @@ class Prefill:
     """T tokens whose keys and values are stored in a cache: whole sequences, and then parts of sequences that begin
     in the cache.
 
-    Ranks that divide the cache also divide the tokens of the whole sequences. Each of them computes all tokens of the
-    parts.
+    Ranks that divide the cache also divide the tokens of the whole sequences. Each of them computes all tokens of
+    the parts.
     """
 
     positions: Tensor
@@ -412,7 +412,8 @@ class Prefill:
     parts: KeyRuns | None
     """Keys that the tokens of the parts see, their own included; None if there are no parts."""
     stored: tuple[Tensor, CachePlaces] | None = None
-    """If ranks divide the cache: which of the T tokens this rank stores [N] int64, and their places among its own."""
+    """If ranks divide the cache: which of the T tokens this rank stores [N] int64, and their places among its
+    own."""
 
     @property
     def whole_tokens(self) -> int:

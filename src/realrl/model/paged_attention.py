@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from realrl.layout.kv_blocks import CachePart
+from realrl.layout.kv_blocks import WHOLE_CACHE, CachePart
 from realrl.model.attention_rule import CAUSAL, AttentionRule
 from realrl.model.cpu.exact_attention import attend_runs_bfloat16, attend_runs_float32
 from realrl.model.cpu.paged_attention import attend_bfloat16, attend_float32
@@ -59,7 +59,7 @@ class KeyRuns:
     """Maximum number of rows in a run."""
     longest: int
     """Upper bound on the keys that a row sees; known on the host."""
-    part: CachePart = CachePart()
+    part: CachePart = WHOLE_CACHE
     """Part of the keys that this rank holds. Lengths count the keys of all ranks."""
 
 
@@ -82,7 +82,7 @@ class CachedRows:
     """Index of the first row of each prompt, then B; on the host. [prompts + 1] int64"""
     most: int = 0
     """Maximum number of rows that share a prompt."""
-    part: CachePart = CachePart()
+    part: CachePart = WHOLE_CACHE
     """Part of the cache that this rank holds. Lengths count the tokens of all ranks."""
 
     @property
@@ -119,8 +119,8 @@ class CachedRows:
 
 
 Attended = tuple[Tensor, Tensor]
-"""Output of attention to the keys of a rank [B, heads * D], and the log2 of the sum of the exponentials of each query's
-scores [B, heads] float32, -inf if the rank holds none of its keys."""
+"""Output of attention to the keys of a rank [B, heads * D], and the log2 of the sum of the exponentials of each
+query's scores [B, heads] float32, -inf if the rank holds none of its keys."""
 
 
 @torch.library.custom_op("realrl::attend_to_blocks", mutates_args=("k", "v"), device_types="cuda")
@@ -234,7 +234,17 @@ def attend_to_runs(
         out = qkv.new_empty(len(qkv), heads * dim)
         launch = load_kernels().exact.launch_run_attention
         launch(
-            qkv.contiguous(), k, v, *tables, heads, *rule.bounds, rule.sinks, part.ranks, part.index, out, sums
+            qkv.contiguous(),
+            k,
+            v,
+            *tables,
+            heads,
+            *rule.bounds,
+            rule.sinks,
+            part.ranks,
+            part.index,
+            out,
+            sums,
         )
         return out, sums
     out = torch.empty(len(qkv), heads * dim)
@@ -250,8 +260,8 @@ def attend_to_runs(
 
 
 def merge_parts(found: Attended, group: Group) -> Tensor:
-    """Merge what the ranks of a group have found for the same queries, each in its own part of the keys. All ranks get
-    the same result, bit for bit. -> [B, heads * D]"""
+    """Merge what the ranks of a group have found for the same queries, each in its own part of the keys. All ranks
+    get the same result, bit for bit. -> [B, heads * D]"""
     if group.size == 1:
         return found[0]
     outputs, sums = gather_rows(found, group)

@@ -46,8 +46,8 @@ class RecordedRouting(Routing):
         collect: Callable[[Tensor], Tensor] = lambda experts: experts,
     ) -> None:
         """`record` is [layers of the stage, ..., k] EXPERT_DTYPE. `places` index its middle dims, one index per
-        token, [T]. If a rank routes only some of these tokens, `collect` makes the experts of all of them from those
-        of its own."""
+        token, [T]. If a rank routes only some of these tokens, `collect` makes the experts of all of them from
+        those of its own."""
         self._record, self._places, self._inner, self._collect = record, places, inner, collect
 
     def route(

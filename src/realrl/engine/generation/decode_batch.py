@@ -65,11 +65,11 @@ class GenerateCall:
         """Prepare the continuation of `rows`: allocate memory, or take the memory that earlier calls left in
         `kept`.
 
-        `kv_capacity` is the number of tokens that the cache holds for each decode batch, on all ranks that divide the
-        cache. `pass_tokens` limits the
-        tokens of a prefill pass; its default depends on the device. With `record_experts`, a row's experts are read
-        from the cache before the row leaves it. `turns` is the environment, if there is one. If it `serves`
-        requests, rows choose tokens as their `choice` says, and those that have waited longest are evicted first.
+        `kv_capacity` is the number of tokens that the cache holds for each decode batch, on all ranks that divide
+        the cache. `pass_tokens` limits the tokens of a prefill pass; its default depends on the device. With
+        `record_experts`, a row's experts are read from the cache before the row leaves it. `turns` is the
+        environment, if there is one. If it `serves` requests, rows choose tokens as their `choice` says, and those
+        that have waited longest are evicted first.
         """
         mixture = model.shape.mixture if record_experts else None
         assert mixture is not None or not record_experts, "only mixtures have experts"

@@ -48,11 +48,13 @@ class DecodeStep:
         return tokens
 
     def _agree(self, tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-        """Take the tokens of the first of the context-parallel ranks, in case that its logits differ by rounding."""
+        """Take the tokens of the first of the context-parallel ranks, in case that its logits differ by
+        rounding."""
         group = self._model.groups.context
         if group.size == 1:
             return tokens, logprobs
-        both = group.broadcast(torch.stack((tokens.double(), logprobs.double())))  # float64 holds both exactly
+        # float64 holds tokens and float32 numbers exactly.
+        both = group.broadcast(torch.stack((tokens.double(), logprobs.double())))
         return both[0].long(), both[1].float()
 
 

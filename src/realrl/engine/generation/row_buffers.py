@@ -86,8 +86,8 @@ class RowBuffers:
         part: CachePart,
         choices: bool = False,
     ) -> None:
-        """`steps` is the number of decode steps of a turn. `part` is the part of the cache that this rank holds. With
-        `choices`, rows differ in how tokens are chosen."""
+        """`steps` is the number of decode steps of a turn. `part` is the part of the cache that this rank holds.
+        With `choices`, rows differ in how tokens are chosen."""
         # Finished rows are decoded until the end of the turn; their surplus tokens go to the scratch block.
         own = count_blocks(new_tokens + steps - 1, part.block_tokens)
         shared = max(1, count_prompt_blocks(longest_prompt, part.block_tokens))

@@ -11,8 +11,8 @@ environment has answered, and then returns to the head of the queue. It keeps it
 tokens are prefilled later. But running rows come first: if they need blocks, waiting rows are evicted. An evicted
 row is prefilled as a whole.
 
-Plans depend only on the order in which `plan` is called and on the lengths of rows. So all ranks of a pipeline, of a
-tensor-parallel group and of a context-parallel group make the same plans from the same tokens.
+Plans depend only on the order in which `plan` is called and on the lengths of rows. So all ranks of a pipeline, of
+a tensor-parallel group and of a context-parallel group make the same plans from the same tokens.
 """
 
 from array import array

@@ -6,8 +6,8 @@ keys other queries have, or which queries are read together.
 
 A run consists of neighbouring rows that share keys. A unit of work is a key/value head of a run.
 
-If ranks divide a cache, the kernel attends to the keys of its rank alone, like that of `paged_attention`. Such results
-are not exact.
+If ranks divide a cache, the kernel attends to the keys of its rank alone, like that of `paged_attention`. Such
+results are not exact.
 """
 
 from typing import Any

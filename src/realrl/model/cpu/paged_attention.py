@@ -5,8 +5,8 @@ and for all rows that continue the prompt; then each row attends to its own keys
 which are combined one by one (Milakov and Gimelshein, arXiv 1805.02867). A row's result does not depend on other
 rows.
 
-If ranks divide the cache, the kernel attends to the keys of its rank alone. Lengths and windows count the keys of all
-ranks.
+If ranks divide the cache, the kernel attends to the keys of its rank alone. Lengths and windows count the keys of
+all ranks.
 """
 
 from typing import Any

@@ -77,8 +77,8 @@ def _attend_kernel(
     """Attend from a run (neighbouring rows that share keys) to all of its keys, tile by tile. A program computes
     the query heads of one key/value head.
 
-    Lengths and the window count the keys of all RANKS ranks that divide the cache. All other numbers of keys and their
-    places are those of this rank.
+    Lengths and the window count the keys of all RANKS ranks that divide the cache. All other numbers of keys and
+    their places are those of this rank.
     """
     run = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)

@@ -4,8 +4,8 @@ Each program attends to a part of a row's keys, from the query heads that share 
 combines the parts by their log-sum-exps. A row's lengths alone decide how it is cut into parts, so its result does
 not depend on other rows.
 
-If ranks divide the cache (`CachePart`), the kernels attend to the keys of their rank alone. Lengths and windows count
-the keys of all ranks.
+If ranks divide the cache (`CachePart`), the kernels attend to the keys of their rank alone. Lengths and windows
+count the keys of all ranks.
 """
 
 import os
@@ -60,10 +60,9 @@ def _count_tiles(
 @triton.jit(do_not_specialize=["prompt_width", "own_width", "window"])
 def attend_part(
     qkv, k_pool, v_pool, prompt_tables, prompt_lengths, own_tables, own_lengths, outputs, tops, totals,
-    prompt_width, own_width, scale, window, bound,
-    RANKS: tl.constexpr, INDEX: tl.constexpr, CAP: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
-    QUERIES: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
-    PART_TILES: tl.constexpr, PRODUCT: tl.constexpr,
+    prompt_width, own_width, scale, window, bound, RANKS: tl.constexpr, INDEX: tl.constexpr, CAP: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, PART_TILES: tl.constexpr, PRODUCT: tl.constexpr,
 ):  # fmt: skip
     """Store the newest key and value of a row, and attend to a part of its keys within the window.
 
@@ -148,8 +147,8 @@ def combine_parts(
     RANKS: tl.constexpr, INDEX: tl.constexpr, SINKS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
     PADDED: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, PART_TILES: tl.constexpr, LOG2_E: tl.constexpr,
 ):  # fmt: skip
-    """Combine the parts of a query head, and its sink if there is one. -> out [B, heads * D], and the log2 of the sum
-    of the exponentials of the scores, sums [B, heads]"""
+    """Combine the parts of a query head, and its sink if there is one. -> out [B, heads * D], and the log2 of the
+    sum of the exponentials of the scores, sums [B, heads]"""
     row = tl.program_id(0).to(tl.int64)
     query = row * HEADS + tl.program_id(1)
     prompt = tl.load(prompt_lengths + row).to(tl.int32)
@@ -163,11 +162,8 @@ def combine_parts(
     if SINKS:
         sink = tl.load(sinks + tl.program_id(1)).to(tl.float32) * LOG2_E
         highest = tl.maximum(highest, sink)
-    if RANKS > 1:
-        # This rank may hold no key that the query sees. Infinity must not be subtracted from infinity.
-        finite = tl.where(highest == float("-inf"), 0.0, highest)
-    else:
-        finite = highest
+    # A rank may hold no key that the query sees. Infinity must not be subtracted from infinity.
+    finite = tl.where(highest == float("-inf"), 0.0, highest)
     factors = tl.exp2(top - finite)
     total = tl.sum(tl.load(totals + query * PARTS + parts, mask=exists, other=0.0) * factors, 0)
     if SINKS:
