@@ -171,6 +171,8 @@ def check(model: Model, weights: Figures, expected: Figures, where: str) -> None
     compare("norm", torch.tensor(metrics["grad_norm"]), expected["norm"], where)
     for name, region in regions.items():
         for what, values in (("gradient of", gradients[name]), ("updated", model.parameters[name])):
+            if what == "gradient of" and model.groups.copies.size > 1:
+                continue  # each of these ranks has a part of the gradient
             wanted = expected[f"{what} {name}"][region.slices]
             compare(f"{what} {name}", values[: region.size[0]], wanted, where)
 

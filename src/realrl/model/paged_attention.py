@@ -266,5 +266,5 @@ def merge_parts(found: Attended, group: Group) -> Tensor:
         return found[0]
     outputs, sums = gather_rows(found, group)
     weights = torch.softmax(sums.view(group.size, *found[1].shape) * _LN_2, 0)
-    each = outputs.view(*weights.shape, -1).float()
+    each = outputs.view(*weights.shape, outputs.shape[1] // sums.shape[1]).float()
     return (each * weights.unsqueeze(-1)).sum(0).to(outputs.dtype).flatten(1)

@@ -215,7 +215,7 @@ class Transformer(nn.Module):
             of_whole, kv = gather(qkv[:, heads * self.shape.head_dim :])
             if tokens.stored is not None:
                 kv = kv[tokens.stored[0]]
-            k, v = kv.view(len(kv), 2, kv_heads, -1).unbind(1)
+            k, v = kv.view(len(kv), 2, kv_heads, self.shape.head_dim).unbind(1)
             cache.store(layer, k, v, tokens.places if tokens.stored is None else tokens.stored[1])
             return of_whole
 

@@ -64,6 +64,7 @@ PLANS = {
     "two replicas": (2, "symmetric"),
     "two TP ranks": (2, "d1 t2 p1"),
     "two stages": (2, "d1 t1 p2"),
+    "two CP ranks": (2, "d1 c2 t1 p1"),
     "both": (4, "d1 t2 p2"),
 }
 MIXTURE = SHAPES["mixtral"].model_copy(

@@ -35,7 +35,9 @@ PLANS = {
     "2 symmetric": (2, "symmetric"),
     "2 two TP ranks": (2, "d1 t2 p1"),
     "2 two stages": (2, "d1 t1 p2"),
+    "2 two CP ranks": (2, "d1 c2 t1 p1"),
     "2 divided experts": (2, "d2 t1 p1 e2"),
+    "2 CP ranks with divided experts": (2, "d1 c2 t1 p1 e2"),
     "4 both": (4, "d1 t2 p2"),
 }
 MIXTURE = SHAPES["mixtral"].model_copy(

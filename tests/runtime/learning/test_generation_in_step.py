@@ -1,4 +1,5 @@
-"""Runs whose data-parallel ranks divide experts in generation, and so decode in step."""
+"""Runs whose ranks generate together: data-parallel ranks that divide experts, and so decode in step, and
+context-parallel ranks, which divide the KV cache."""
 
 from pathlib import Path
 from typing import Any
@@ -64,12 +65,27 @@ def write_recipe(world: World, directory: Path, *, size: int, plan: str, **chang
     return file
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_ranks_that_decode_in_step_learn_what_one_process_learns(
-    mixtures: World, tmp_path: Path, size: int
+PLANS = {
+    "d2 t1 p1 e2": 2,
+    "d1 c2 t1 p1 e2": 2,
+    "d1 c2 t1 p1": 2,
+    "d4 t1 p1 e2": 4,
+    "d2 c2 t1 p1 e4": 4,
+    "d1 c2 t1 p2": 4,
+}
+"""Strategies of all calls, and the number of processes."""
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_ranks_that_generate_together_learn_what_one_process_learns(
+    mixtures: World, tmp_path: Path, plan: str
 ) -> None:
-    plan = {2: "d2 t1 p1 e2", 4: "d4 t1 p1 e2"}[size]
-    names = [name for name in CASES if size == 2 or name != "few prompts"]
+    size, divides_cache = PLANS[plan], " c2 " in plan
+    names = [
+        name
+        for name in CASES
+        if (size == 2 or name != "few prompts") and not (divides_cache and name == "exact")
+    ]
     alone = [
         write_recipe(mixtures, tmp_path / f"{name} alone", size=1, plan="d1 t1 p1", **CASES[name])
         for name in names

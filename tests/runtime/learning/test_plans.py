@@ -73,6 +73,18 @@ CASES = {
         ),
         {"keep": ["actor"], "offload_optimizer": ["actor"]},
     ),
+    "4 divided caches": Case(
+        "1x4",
+        (
+            "d1 c2 t2 p1 @0-3",
+            "d4 t1 p1 @0-3",
+            "d1 c4 t1 p1 @0-3",
+            "d2 t2 p1 @0-3",
+            "d2 c2 t1 p1 @0-3",
+            "d4 t1 p1 @0-3",
+        ),
+        {"keep": ["actor"]},
+    ),
     "2 virtual stages and zero bubbles": Case(
         "1x2",
         (

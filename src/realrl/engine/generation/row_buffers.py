@@ -9,7 +9,7 @@ from torch import Tensor
 
 from realrl.engine.generation.sampling_noise import SamplingNoise
 from realrl.engine.generation.scheduler import SCRATCH, DecodeRow, DecodeTurn
-from realrl.layout.kv_blocks import CachePart, count_blocks, count_prompt_blocks
+from realrl.layout.kv_blocks import WHOLE_CACHE, CachePart, count_blocks, count_prompt_blocks
 from realrl.model.paged_attention import CachedRows
 
 
@@ -83,7 +83,7 @@ class RowBuffers:
         steps: int,
         device: torch.device,
         mirrored: bool,
-        part: CachePart,
+        part: CachePart = WHOLE_CACHE,
         choices: bool = False,
     ) -> None:
         """`steps` is the number of decode steps of a turn. `part` is the part of the cache that this rank holds.
