@@ -160,10 +160,16 @@ class Plan:
                 if role not in roles:
                     raise UserError(f"plan: {key}: {role} is not one of {', '.join(roles)}")
 
-    def check_exact(self) -> None:
+    def check_exact(self, graph: DataflowGraph) -> None:
         """Raise UserError unless calls of a role can agree bit for bit, as `exact` in a recipe demands."""
+        generating = {call.name for call in graph.calls if call.kind is Kind.GENERATE}
         for name, placement in self.placements.items():
             strategy = placement.strategy
+            if strategy.cp > 1 and name in generating:
+                raise UserError(
+                    f"plan: {name}: cp={strategy.cp}: exact=true needs cp=1 in calls that generate, because ranks"
+                    " that divide the KV cache add sums in another order; set cp=1 in the plan, or exact=false"
+                )
             if strategy.tp > 1:
                 raise UserError(
                     f"plan: {name}: tp={strategy.tp}: exact=true needs tp=1, because tensor parallelism adds sums"
@@ -270,6 +276,7 @@ class Plan:
         """
         placements = {}
         for call in eval_graph.calls:
+            like = call
             if call.role is not None:
                 like = min(
                     graph.role_calls(call.role),
@@ -282,7 +289,7 @@ class Plan:
                 place = function_placement(Mesh(0, self.cluster.size))
             strategy = place.strategy
             if call.kind is Kind.GENERATE:
-                strategy = strategy.for_generation()
+                strategy = strategy if like.kind is Kind.GENERATE else strategy.for_generation()
             else:
                 strategy = replace(
                     strategy, recompute=False, zero_bubble=False, zero=3 if strategy.shards_parameters else 1

@@ -339,7 +339,7 @@ def _check_calls(scenario: Scenario, plan: Plan) -> None:
     must also agree bit for bit.
     """
     if any(model.exact for model in scenario.models.values()):
-        plan.check_exact()
+        plan.check_exact(scenario.graph)
     check_portions(scenario.graph, plan)
     for call in scenario.graph.calls:
         place = plan[call.name]

@@ -183,7 +183,7 @@ def make_job(
     else:
         plan.check(graph, models.shapes)
     if experiment.exact:
-        plan.check_exact()
+        plan.check_exact(graph)
     homes = home_placements(graph, plan)
     kept = kept_copies(graph, plan, homes)
     _check_batch(experiment, graph, plan)
@@ -218,7 +218,7 @@ def make_evaluation_job(
     plan = plan or make_written_plan(experiment, cluster, open_models(experiment))
     plan.check(experiment.graph, models.shapes)
     if experiment.exact:
-        plan.check_exact()
+        plan.check_exact(experiment.graph)
     used = replace(plan.evaluation(graph, experiment.graph), offload_optimizer=(), keep=())
     homes = home_placements(graph, used)
     phase = _compile_phase(graph, used, homes=homes, kept={}, models=models)

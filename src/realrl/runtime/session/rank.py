@@ -103,7 +103,7 @@ class SessionRank:
             plan = _replace_placements(plan, models.placements)
             plan.check(opened.graph, opened.shapes)
             if experiment.exact:
-                plan.check_exact()
+                plan.check_exact(opened.graph)
         homes = home_placements(opened.graph, plan)
         self.job = job = Job(experiment, opened, plan, homes, {}, [], {})
         sets = list(plan.placements.values())
