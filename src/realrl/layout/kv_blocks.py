@@ -42,38 +42,50 @@ class CacheSize:
 
     blocks: int
     rows: int
+    block_tokens: int = BLOCK_TOKENS
+    """Tokens of a block. CP ranks divide them, and each rank stores `BLOCK_TOKENS` of them."""
 
     @property
     def tokens(self) -> int:
-        """Tokens of all blocks and of the scratch block, which unused rows of a batch write to."""
+        """Tokens that a rank stores: its part of all blocks, and of the scratch block, which unused rows of a batch
+        write to."""
         return (self.blocks + 1) * BLOCK_TOKENS
 
 
-def count_blocks(tokens: int) -> int:
-    return -(-tokens // BLOCK_TOKENS)
+def count_blocks(tokens: int, *, block_tokens: int = BLOCK_TOKENS) -> int:
+    return -(-tokens // block_tokens)
 
 
-def count_prompt_blocks(length: int) -> int:
+def count_prompt_blocks(length: int, *, block_tokens: int = BLOCK_TOKENS) -> int:
     """Count the blocks that the rows of a prompt share."""
-    return count_blocks(length - 1)
+    return count_blocks(length - 1, block_tokens=block_tokens)
 
 
 def size_cache(
-    capacity: int, *, prompt_blocks: float, longest_prompt: int, rows: int, new_tokens: int
+    capacity: int,
+    *,
+    prompt_blocks: float,
+    longest_prompt: int,
+    rows: int,
+    new_tokens: int,
+    block_tokens: int = BLOCK_TOKENS,
 ) -> CacheSize:
     """Size the cache of a generate call that may hold `capacity` tokens.
 
     `prompt_blocks` counts the blocks of all prompts. `longest_prompt` is in tokens. `rows` is the number of rows;
     each is continued by at most `new_tokens` tokens. The cache holds at least the longest row, and at most all
-    rows.
+    rows. `block_tokens`: tokens of a block, which CP ranks divide.
     """
-    own = count_blocks(new_tokens)
+    own = count_blocks(new_tokens, block_tokens=block_tokens)
+    longest = count_prompt_blocks(longest_prompt, block_tokens=block_tokens) + own
     everything = ceil(prompt_blocks) + rows * own
-    blocks = min(everything, max(capacity // BLOCK_TOKENS, count_prompt_blocks(longest_prompt) + own))
+    blocks = min(everything, max(capacity // block_tokens, longest))
     # A cache that cannot hold all rows admits as many as fit at their expected length.
-    expected = prompt_blocks / rows + count_blocks(ceil(EXPECTED_SHARE * new_tokens))
+    expected = prompt_blocks / rows + count_blocks(
+        ceil(EXPECTED_SHARE * new_tokens), block_tokens=block_tokens
+    )
     most = rows if blocks == everything else max(1, int(blocks / expected))
-    return CacheSize(blocks, min(rows, most, MAX_DECODE_ROWS))
+    return CacheSize(blocks, min(rows, most, MAX_DECODE_ROWS), block_tokens)
 
 
 def pad_rows(rows: int) -> int:

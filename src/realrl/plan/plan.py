@@ -229,12 +229,6 @@ class Plan:
                     f"plan: {call.name}: zero=3 would gather all parameters for every token that is generated;"
                     f" leave it out: {call.role} is reallocated if its other calls have zero=3"
                 )
-            if call.kind is Kind.GENERATE and strategy.cp > 1:
-                raise UserError(
-                    f"plan: {call.name}: cp={strategy.cp} divides the tokens of sequences that are given;"
-                    f" generation adds one token at a time, so leave cp out: {call.role} is reallocated if its"
-                    " other calls have it"
-                )
             if call.kind is Kind.GENERATE and strategy.vpp > 1:
                 raise UserError(
                     f"plan: {call.name}: vpp={strategy.vpp} would send every token through the pipeline"
