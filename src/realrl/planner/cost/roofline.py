@@ -242,8 +242,14 @@ class Roofline:
         products = sum(self.matmul(rows, *matrix) for matrix in self.sizes.matmul_shapes)
         products += self.experts(rows, alike) + self._gather_experts(rows)
         products += self.widen(self.sizes.widened_shapes)
-        attention = self._decode_attention(rows, context, cp)
+        attention = self._decode_attention(rows, context, cp) + self.merge(rows, cp)
         return products + attention + self._elementwise(rows) + self.adapters(rows)
+
+    def merge(self, rows: Real, cp: Real) -> Real:
+        """Predict the seconds in which a rank copies its attention output, reads the outputs of all `cp` ranks, and
+        writes their weighted sum."""
+        merged = self._stream((cp + 3) * self.output_bytes(rows), self.efficiency.merge_operations)
+        return np.where(np.asarray(cp) > 1, merged, 0.0)
 
     def output_bytes(self, rows: Real) -> Real:
         """Compute the bytes of the attention outputs of a rank, with a float32 log-sum-exp per head."""
@@ -263,11 +269,9 @@ class Roofline:
 
     def _decode_attention(self, rows: Real, context: Real, cp: Real) -> Real:
         """Predict the seconds of attention in a decode step. Without operator tables, this is the time to read the
-        keys and values of all rows. Each of `cp` ranks has every `cp`-th token of a row, also of those in a window.
-        Its output is copied, and merged with those of the other ranks."""
+        keys and values of all rows. Each of `cp` ranks has every `cp`-th token of a row, also of those in a
+        window."""
         sizes = self.sizes
-        merged = self._stream((cp + 3) * self.output_bytes(rows), self.efficiency.merge_operations)
-        merging = np.where(np.asarray(cp) > 1, merged, 0.0)
         if self.operators is not None:
             head = sizes.shape.head_dim
             heads = sizes.q_dim / head, sizes.cache_dim / head, head
@@ -276,9 +280,9 @@ class Roofline:
             if share:
                 window = (sizes.shape.window or 0) / cp
                 seconds += share * self.operators.decode(rows, context / cp, *heads, window)
-            return seconds + merging
+            return seconds
         keys = rows * average_context(sizes.shape, context) / cp
-        return merging + self.traffic(2 * keys * sizes.cache_dim * self.element_bytes)
+        return self.traffic(2 * keys * sizes.cache_dim * self.element_bytes)
 
     def qkv(self, tokens: Real) -> Real:
         """Predict the seconds of the product that computes a layer's queries, keys and values."""

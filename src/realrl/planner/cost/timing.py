@@ -188,7 +188,8 @@ class Timing:
             if self.sizes.ep > 1:
                 cut = replace(self.roofline, sizes=replace(self.sizes, ep=1))
                 measured = measured * self.roofline.decode(rows, context, cp) / cut.decode(rows, context, cp)
-            return DeviceHostTime(self._exact * (measured + self._unmeasured(rows)))
+            further = self._unmeasured(rows) + self.roofline.merge(rows, cp)
+            return DeviceHostTime(self._exact * (measured + further))
         device = self._exact * self.roofline.decode(rows, context, cp)
         return self._launched(device, self.decode_operations + self.count_merge_operations(cp))
 
