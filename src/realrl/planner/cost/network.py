@@ -50,8 +50,8 @@ class Ring:
         return self._seconds("all_gather", 1, number_bytes)
 
     def broadcast(self, number_bytes: Real) -> Floats:
-        """Estimate the seconds of a broadcast of `number_bytes`. Along a ring, the last rank has them after as many
-        hops as in an all-gather of this size."""
+        """Estimate the seconds of a broadcast of `number_bytes` by those of an all-gather of this size, which takes
+        the same number of hops along a ring."""
         return self.all_gather(number_bytes)
 
     def reduce_scatter(self, number_bytes: Real) -> Floats:

@@ -246,8 +246,8 @@ class Roofline:
         return products + attention + self._elementwise(rows) + self.adapters(rows)
 
     def merge(self, rows: Real, cp: Real) -> Real:
-        """Predict the seconds in which a rank copies its attention output, reads the outputs of all `cp` ranks, and
-        writes their weighted sum."""
+        """Predict the seconds to merge the attention outputs of `cp` ranks. Each rank copies its own output, reads
+        the outputs of all ranks, and writes their weighted sum."""
         merged = self._stream((cp + 3) * self.output_bytes(rows), self.efficiency.merge_operations)
         return np.where(np.asarray(cp) > 1, merged, 0.0)
 

@@ -191,8 +191,8 @@ class SearchSpace:
     zero: tuple[int, ...] = ZERO_STAGES
     """Stages of ZeRO that train calls may have."""
     contexts: tuple[int, ...] | None = None
-    """CP degrees of all calls. None means the degrees of `list_context_degrees`, and for generation only those that
-    may be worth it."""
+    """CP degrees of all calls. None means the degrees of `list_context_degrees`. For generation, it means the
+    degrees among them that may be worth it."""
     experts: tuple[int, ...] | None = None
     """EP degrees, among those of `list_expert_degrees`. None means all of these."""
     virtual: tuple[int, ...] | None = None
@@ -253,10 +253,10 @@ def build_problem(
 class _CacheDivision:
     """Decides whether context-parallel ranks may divide the cache of a generate call.
 
-    With half as many of them and twice as many data-parallel ranks, a rank reads as many weights, and as many keys
-    and values, and gathers less. So a CP degree is a candidate only if there are too few records for these
-    data-parallel ranks, or if the cache of the longest row would be large on each of them. This is a heuristic. It
-    leaves out plans in which generation has the layout of training, but would be faster in another one.
+    A strategy with half the CP degree and twice the data-parallel degree reads the same bytes per rank, and gathers
+    less. So a CP degree is a candidate only in two cases: there are too few records for the other strategy, or the
+    cache of the longest row is large on each of its ranks. This is a heuristic. It leaves out some plans that
+    generate in the layout of training, although another layout would be faster for the call alone.
     """
 
     work: CallWork
@@ -267,7 +267,7 @@ class _CacheDivision:
     """Bytes on a rank above which the cache of a row is large."""
 
     def limit(self, degrees: tuple[int, ...], size: int) -> tuple[int, ...]:
-        """Drop degrees that no strategy on `size` devices may have."""
+        """Drop degrees that no strategy on `size` devices needs, even without tensor and pipeline parallelism."""
         whole = self._row_bytes(Strategy())
         return tuple(
             cp

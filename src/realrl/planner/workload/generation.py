@@ -87,7 +87,7 @@ def split_generation(work: CallWork, strategy: Strategy, *, cpu: bool) -> Genera
         batches=min(strategy.pp, cache.rows),
     )
     passes = _split_prompts(work, sizes, count_prefill_tokens(cpu=cpu))
-    # All CP ranks divide every pass, also one of short prompts.
+    # All CP ranks divide every pass, even if its prompts are short.
     divided = float(strategy.cp > 1)
     return GenerationWork(**vars(sizes), passes=replace(passes, divided=divided, exchanged=divided))
 
