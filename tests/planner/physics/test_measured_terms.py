@@ -173,3 +173,13 @@ def test_collectives_and_copies_are_those_that_were_measured() -> None:
     assert trained["data"] == pytest.approx(PARAMETERS / 1000 * (4 * 13 + 2 * 11) + 3 * 7)
     piped = charge(Kind.INFERENCE, profile=profile, placement=place(pp=2, tokens=32))
     assert piped["pipeline"] == pytest.approx(17 * 2 * 32 * 64 / 1000)
+
+
+def test_measured_decode_steps_of_cp_ranks_merge_outputs_besides() -> None:
+    """Profiles measure whole caches: a rank attends as long as to as many keys, then reads the outputs of all."""
+    slow = make_cluster(memory_bytes_per_s=1.0)
+    one, two = (
+        charge(Kind.GENERATE, step=GENERATE, placement=place(cp=cp), cluster=slow)["decode"] for cp in (1, 2)
+    )
+    output = 8 * (128 * 2 + 4 * 8)  # of eight rows, with a log-sum-exp per head
+    assert two - one == pytest.approx(32 * LAYERS * (2 + 3) * output)

@@ -124,7 +124,7 @@ def sampled_placement(rng: random.Random, of: Scenario, call: Call) -> Placement
     tp = rng.choice([n for n in range(1, min(mesh.size, 8) + 1) if mesh.size % n == 0])
     pp = rng.choice([n for n in range(1, 5) if mesh.size // tp % n == 0])
     copies = mesh.size // tp // pp
-    cp = 1 if call.kind is Kind.GENERATE else rng.choice([n for n in (1, 2, 3) if copies % n == 0])
+    cp = rng.choice([n for n in (1, 2, 3) if copies % n == 0])
     vpp = 1 if call.kind is Kind.GENERATE or pp == 1 else rng.choice((1, 2))
     return Placement(mesh, Strategy(dp=copies // cp, cp=cp, tp=tp, pp=pp, vpp=vpp, sequence_parallel=tp > 1))
 

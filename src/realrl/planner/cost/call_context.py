@@ -98,6 +98,21 @@ class CallContext:
         seconds = np.where(chunks.divided > 0, self.network.group("cp").all_gather(keys), 0.0)
         return DeviceHostTime(seconds, host)
 
+    def output_communication(self, rows: Real) -> DeviceHostTime:
+        """Predict the time in which CP ranks gather a layer's attention outputs in a decode step of `rows` rows,
+        each with the log-sum-exp of every head, in float32. Each rank has attended to its own part of the cache."""
+        return DeviceHostTime(
+            self.network.group("cp").all_gather(self.strategies.cp * self.timing.roofline.output_bytes(rows)),
+            np.where(self.strategies.cp > 1, self.collective_host, 0.0),
+        )
+
+    def token_communication(self, rows: Real) -> DeviceHostTime:
+        """Predict the time in which one CP rank broadcasts the sampled tokens of `rows` rows, in int64."""
+        return DeviceHostTime(
+            self.network.group("cp").broadcast(8 * rows),
+            np.where(self.strategies.cp > 1, self.collective_host, 0.0),
+        )
+
     def expert_communication(self, tokens: Real) -> DeviceHostTime:
         """Predict the time in which EP ranks send a layer's `tokens` of each TP group to their experts and back,
         forward or backward.
@@ -118,7 +133,7 @@ class CallContext:
 
     def gather_communication(self, rows: Real) -> DeviceHostTime:
         """Predict the time in which EP ranks gather a layer's tokens in a decode step of `rows` sequences, each
-        with its experts and their weights, and sum the outputs."""
+        with its experts and their weights, and sum the outputs. CP ranks hand on the same tokens."""
         sizes, mixture = self.timing.sizes, self.timing.sizes.shape.mixture
         if sizes.ep == 1 or not sizes.experts or mixture is None:
             return DeviceHostTime(0.0)

@@ -41,11 +41,11 @@ class CallCost:
     """Seconds of a call on its mesh, by additive terms.
 
     `compute`: arithmetic of the busiest stage. `decode`: layers, head and sampling in decode steps. `tensor`,
-    `pipeline`, `data`: communication of TP, PP and DP that no computation hides. `bubble`: idle time of the busiest
-    stage. `launch`: time that the device waits for the host to launch kernels. `optimizer`: update of the
-    parameters. `environment`: time that waiting for environments adds. `function`: a function on the
-    host, which devices wait for only when they need its outputs. This term is missing if no run has measured the
-    function.
+    `context`, `experts`, `pipeline`, `data`: communication of TP, CP, EP, PP and DP that no computation hides.
+    `bubble`: idle time of the busiest stage. `launch`: time that the device waits for the host to launch kernels.
+    `optimizer`: update of the parameters. `environment`: time that waiting for environments adds. `function`: a
+    function on the host, which devices wait for only when they need its outputs. This term is missing if no run has
+    measured the function.
     """
 
     terms: Mapping[str, float]

@@ -96,7 +96,8 @@ def cost_generation(context: CallContext) -> Mapping[str, Floats]:
     """Predict the seconds of a generate call by term.
 
     The pipeline has one decode batch in flight per stage. The tokens of a batch pass all stages in turn, and the
-    last stage sends the sampled tokens back to the first.
+    last stage sends the sampled tokens back to the first. CP ranks divide the tokens of prefills. In decode steps,
+    each of them computes all rows, but attends only to its part of the cache.
     """
     timing = context.timing
     work = context.work
@@ -118,13 +119,13 @@ def cost_generation(context: CallContext) -> Mapping[str, Floats]:
         # whole layer, and skips that layer's all-reduces. `start` includes the embedding, which `every` has
         # counted.
         last=last.timing.start(size) - embedding - last.timing.prefill(size).device,
-        comm_first=context.embedding_communication(passes.tokens),
-        comm_last=-last.layer_communication(passes.tokens).device,
+        comm_first=context.embedding_communication(size.tokens),
+        comm_last=-last.layer_communication(size.tokens).device,
     )
     prefills = [kind.timing.prefill(size) for kind in context.kinds]
     terms = cost_forward_pass(context, passes, prefills, outside)
     if context.strategies.ep > 1:
-        skipped = passes.count * last.expert_communication(passes.tokens).device
+        skipped = passes.count * last.expert_communication(size.tokens).device
         terms["experts"] = terms["experts"] - np.where(context.strategies.pp == 1, skipped, 0.0)
     decoding = (
         _cost_decode_steps(context, sizes)[0] if work.environment is None else _cost_turns(context, sizes)
@@ -195,14 +196,19 @@ def _cost_turns(context: CallContext, sizes: GenerationWork) -> dict[str, Floats
     # for the prefills of all of them.
     passes = np.maximum(1.0, number * (1 - np.exp(-sizes.together * rows / turn)))
     given = sizes.rows * environment.given
+    known, cp = work.mean + tokens.mean() / 2, context.strategies.cp
     each_pass = BatchSize(
-        tokens=np.maximum(1.0, given / passes),
-        squares=np.maximum(1.0, 2 * given * (work.mean + tokens.mean() / 2) / passes),
+        tokens=np.maximum(1.0, given / passes) / cp,
+        squares=np.maximum(1.0, 2 * given * known / passes) / cp,
     )
     layers = sum(kind.counts * kind.timing.prefill(each_pass).device for kind in context.kinds)
     split["compute"] = passes * np.asarray(layers).max(axis=0) * (environment.given > 0)
     sent = sum(kind.counts * kind.expert_communication(each_pass.tokens).device for kind in context.kinds)
     split["experts"] = split["experts"] + passes * np.asarray(sent).max(axis=0) * (environment.given > 0)
+    # For attention, CP ranks gather the cached keys of the rows that return, and those of the new tokens.
+    keys = each_pass.tokens + sizes.rows * environment.turns / passes * known / cp
+    gathered = sum(kind.counts * kind.key_communication(keys, sizes.passes).device for kind in context.kinds)
+    split["context"] = split["context"] + passes * np.asarray(gathered).max(axis=0) * (environment.given > 0)
     return split
 
 
@@ -215,8 +221,8 @@ def cost_kept_captures(context: CallContext) -> Floats:
     sizes = split_generations(context.work, context.strategies, cpu=context.timing.device.cpu)
     lora = context.timing.sizes.shape.lora
     # The engine computes DoRA's factors anew for each call, and drops graphs with collectives after each call.
-    alone = context.strategies.tp == 1 == context.strategies.ep
-    keeps = alone and (lora is None or not lora.dora)
+    alone = (context.strategies.cp == 1) & (context.strategies.tp == 1 == context.strategies.ep)
+    keeps = alone & (lora is None or not lora.dora)
     return np.where(keeps, _cost_captures(context, sizes), 0.0)
 
 
@@ -231,8 +237,10 @@ def _cost_captures(context: CallContext, sizes: GenerationWork) -> Floats:
         return np.zeros(len(sizes.rows))
     alike = min(work.answers) == max(work.answers)
     graphs = 1 if alike else apply_each(count_graphs, sizes.rows_per_batch)
+    cp = context.strategies.cp
     collectives = 2 * (context.strategies.tp > 1) + 2 * (context.strategies.ep > 1)
-    layers = sum(kind.counts * (kind.timing.decode_operations + collectives) for kind in context.kinds)
+    further = collectives + (cp > 1) + timing.count_merge_operations(cp)
+    layers = sum(kind.counts * (kind.timing.decode_operations + further) for kind in context.kinds)
     operations = np.asarray(layers).max(axis=0) + timing.roofline.count_sampling_operations(
         context.work.sampling
     )
@@ -260,27 +268,33 @@ def cost_decode_step(context: CallContext, batches: Ints, segment: DecodeSegment
     )
     own, communication = outside.own(pp), outside.communication(pp)
     exchange = np.zeros_like(own)
+    told = context.token_communication(rows)
+    outputs = at_last(pp, told.device)
     waits = at_last(pp, sample.wait) + timing.look(own_rows)
+    if not timing.decodes_by_graphs:
+        waits = waits + at_last(pp, told.wait)
     for kind in context.kinds:
-        layer = kind.timing.decode(rows, segment.context * own_rows / rows)
-        layer_communication = kind.layer_communication(rows)
+        layer = kind.timing.decode(rows, segment.context * own_rows / rows, context.strategies.cp)
+        layer_communication, gathered = kind.layer_communication(rows), kind.output_communication(rows)
         # Exact decode steps send each token to its experts, like a forward pass.
         experts = kind.expert_communication(rows) if timing.exact else kind.gather_communication(rows)
         own = own + kind.counts * layer.device
         communication = communication + kind.counts * layer_communication.device
         exchange = exchange + kind.counts * experts.device
+        outputs = outputs + kind.counts * gathered.device
         if not timing.decodes_by_graphs:
-            parts = layer, layer_communication, experts
+            parts = layer, layer_communication, gathered, experts
             waited = sum(part.host for part in parts) - sum(part.device for part in parts)
             waits = waits + kind.counts * np.maximum(0.0, waited)
     # Each stage receives once and sends once. The last hop sends the sampled tokens back to the first stage.
     hop = context.hop(rows)
-    busy = own + communication + exchange
+    busy = own + communication + outputs + exchange
     stages = np.where(np.arange(len(own))[:, None] < pp, busy + waits + hop, 0.0)
     slowest = stages.argmax(axis=0), np.arange(len(pp))
     return {
         "decode": batches * own[slowest],
         "tensor": batches * communication[slowest],
+        "context": batches * outputs[slowest],
         "experts": batches * exchange[slowest],
         "launch": batches * waits[slowest],
         "pipeline": batches * hop,

@@ -20,10 +20,10 @@ from realrl.program.arrays import Floats, Ints, Real
 GroupKind = Literal["tp", "cp", "copies", "ep", "expert_copies", "mesh", "embedding"]
 """Process groups of a placement.
 
-`tp`: ranks that hold shards of the same matrices. `cp`: ranks that divide the tokens of a micro-batch. `copies`:
-ranks with the same parameters, which divide a batch or the tokens of micro-batches. `ep`: ranks that divide the
-experts of a stage. `expert_copies`: ranks with the same experts. `mesh`: ranks along all axes
-that divide anything. `embedding`: the first and the last stage of each pipeline."""
+`tp`: ranks that hold shards of the same matrices. `cp`: ranks that divide the tokens of a micro-batch or of a KV
+cache. `copies`: ranks with the same parameters, which divide a batch or the tokens of micro-batches. `ep`: ranks
+that divide the experts of a stage. `expert_copies`: ranks with the same experts. `mesh`: ranks along all axes that
+divide anything. `embedding`: the first and the last stage of each pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,11 @@ class Ring:
     def all_gather(self, number_bytes: Real) -> Floats:
         """Compute the seconds of an all-gather whose result has `number_bytes`."""
         return self._seconds("all_gather", 1, number_bytes)
+
+    def broadcast(self, number_bytes: Real) -> Floats:
+        """Estimate the seconds of a broadcast of `number_bytes` by those of an all-gather of this size, which takes
+        the same number of hops along a ring."""
+        return self.all_gather(number_bytes)
 
     def reduce_scatter(self, number_bytes: Real) -> Floats:
         """Compute the seconds of a reduce-scatter whose input has `number_bytes`."""

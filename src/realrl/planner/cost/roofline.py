@@ -87,9 +87,9 @@ class Roofline:
             + self.widen(self.sizes.widened_shapes)
         )
 
-    def experts(self, rows: Real) -> Real:
+    def experts(self, rows: Real, alike: Real = 1) -> Real:
         """Predict the seconds of the products of a layer's experts forward, if each token chooses its experts at
-        random.
+        random. `alike`: number of EP ranks that have the same tokens.
 
         Each token has a row for each of its experts. The weights of experts without a token are not read. On a GPU
         one kernel computes the products of all experts, so the tables of single products do not apply. With expert
@@ -97,7 +97,7 @@ class Roofline:
         """
         if not self.sizes.experts:
             return 0.0
-        visited = self._count_visited(rows)
+        visited = self._count_visited(rows / alike)
         each = rows * self.sizes.copies / visited
         seconds = visited * sum(self._estimate_matmul(each, *matrix) for matrix in self.sizes.expert_shapes)
         return self.busiest * seconds
@@ -231,13 +231,30 @@ class Roofline:
         _, chunks = self.sizes.count_logit_chunks(tokens, cpu=False)
         return seconds + self.traffic(chunks * (e.gradient_bytes + self._widened) * math.prod(matrix))
 
-    def decode(self, rows: Real, context: Real) -> Real:
+    def decode(self, rows: Real, context: Real, cp: Real = 1) -> Real:
         """Predict the seconds of a layer in a decode step of `rows` sequences with `context` tokens each in the KV
-        cache."""
+        cache, which `cp` ranks divide.
+
+        CP ranks compute everything but attention for all rows. If they divide experts, each of them hands on the
+        same rows, so the tokens of all EP ranks choose fewer experts.
+        """
+        alike = np.clip(cp, 1, max(1, self.sizes.ep // self.sizes.tp))
         products = sum(self.matmul(rows, *matrix) for matrix in self.sizes.matmul_shapes)
-        products += self.experts(rows) + self.widen(self.sizes.widened_shapes) + self._gather_experts(rows)
-        attention = self._decode_attention(rows, context)
+        products += self.experts(rows, alike) + self._gather_experts(rows)
+        products += self.widen(self.sizes.widened_shapes)
+        attention = self._decode_attention(rows, context, cp) + self.merge(rows, cp)
         return products + attention + self._elementwise(rows) + self.adapters(rows)
+
+    def merge(self, rows: Real, cp: Real) -> Real:
+        """Predict the seconds to merge the attention outputs of `cp` ranks. Each rank copies its own output, reads
+        the outputs of all ranks, and writes their weighted sum."""
+        merged = self._stream((cp + 3) * self.output_bytes(rows), self.efficiency.merge_operations)
+        return np.where(np.asarray(cp) > 1, merged, 0.0)
+
+    def output_bytes(self, rows: Real) -> Real:
+        """Compute the bytes of the attention outputs of a rank, with a float32 log-sum-exp per head."""
+        heads = self.sizes.q_dim / self.sizes.shape.head_dim
+        return rows * (self.sizes.q_dim * self.element_bytes + 4 * heads)
 
     def _gather_experts(self, rows: Real) -> Real:
         """Predict the seconds to copy the rows of a decode step's experts, if ranks divide experts.
@@ -250,19 +267,21 @@ class Roofline:
             return 0.0
         return self.traffic(6 * rows * sizes.copies * sizes.ep * sizes.shape.hidden_size * self.element_bytes)
 
-    def _decode_attention(self, rows: Real, context: Real) -> Real:
+    def _decode_attention(self, rows: Real, context: Real, cp: Real) -> Real:
         """Predict the seconds of attention in a decode step. Without operator tables, this is the time to read the
-        keys and values of all rows."""
+        keys and values of all rows. Each of `cp` ranks has every `cp`-th token of a row, also of those in a
+        window."""
         sizes = self.sizes
         if self.operators is not None:
             head = sizes.shape.head_dim
             heads = sizes.q_dim / head, sizes.cache_dim / head, head
             share = find_windowed_share(sizes.shape)
-            seconds = (1 - share) * self.operators.decode(rows, context, *heads)
+            seconds = (1 - share) * self.operators.decode(rows, context / cp, *heads)
             if share:
-                seconds += share * self.operators.decode(rows, context, *heads, sizes.shape.window or 0)
+                window = (sizes.shape.window or 0) / cp
+                seconds += share * self.operators.decode(rows, context / cp, *heads, window)
             return seconds
-        keys = rows * average_context(sizes.shape, context)
+        keys = rows * average_context(sizes.shape, context) / cp
         return self.traffic(2 * keys * sizes.cache_dim * self.element_bytes)
 
     def qkv(self, tokens: Real) -> Real:

@@ -180,16 +180,22 @@ class Timing:
             return measured + self.roofline.widen(self.sizes.matmul_shapes[:1])
         return self._exact * self.roofline.qkv(size.tokens)
 
-    def decode(self, rows: Real, context: Real) -> DeviceHostTime:
-        """Predict the time of a layer in a decode step of `rows` sequences."""
-        measured = self._measured("decode", rows, context)
+    def decode(self, rows: Real, context: Real, cp: Real = 1) -> DeviceHostTime:
+        """Predict the time of a layer in a decode step of `rows` sequences with `context` tokens each in the KV
+        cache, which `cp` ranks divide."""
+        measured = self._measured("decode", rows, context / cp)
         if measured is not None:
             if self.sizes.ep > 1:
                 cut = replace(self.roofline, sizes=replace(self.sizes, ep=1))
-                measured = measured * self.roofline.decode(rows, context) / cut.decode(rows, context)
-            return DeviceHostTime(self._exact * (measured + self._unmeasured(rows)))
-        device = self._exact * self.roofline.decode(rows, context)
-        return self._launched(device, self.decode_operations)
+                measured = measured * self.roofline.decode(rows, context, cp) / cut.decode(rows, context, cp)
+            further = self._unmeasured(rows) + self.roofline.merge(rows, cp)
+            return DeviceHostTime(self._exact * (measured + further))
+        device = self._exact * self.roofline.decode(rows, context, cp)
+        return self._launched(device, self.decode_operations + self.count_merge_operations(cp))
+
+    def count_merge_operations(self, cp: Real) -> Real:
+        """Count the kernels that prepare a layer's attention output for `cp` ranks, and merge their outputs."""
+        return np.where(np.asarray(cp) > 1, self.efficiency.merge_operations, 0)
 
     @property
     def decode_operations(self) -> int:
@@ -307,7 +313,7 @@ class Timing:
     def _scalar(self) -> bool:
         return self.sizes.head == "scalar"
 
-    def _launched(self, device: Real, operations: int) -> DeviceHostTime:
+    def _launched(self, device: Real, operations: Real) -> DeviceHostTime:
         """Device and host seconds of `operations` kernels of a decode step, which a GPU may launch as one graph."""
         if not self.decodes_by_graphs:
             return self._device_host_time(device, operations)
@@ -315,7 +321,7 @@ class Timing:
         gaps = 0.0 if self.roofline.operators else operations * self.efficiency.graph_kernel_s
         return DeviceHostTime(device + gaps)
 
-    def _device_host_time(self, device: Real, operations: int) -> DeviceHostTime:
+    def _device_host_time(self, device: Real, operations: Real) -> DeviceHostTime:
         """Device seconds, and host seconds to launch `operations` kernels.
 
         On a CPU the same cores do both, so the host seconds are added to the device seconds.

@@ -59,7 +59,7 @@ class Activations:
     """Whether decode steps are CUDA graphs."""
     expert_spread: float = 0.0
     """`Efficiency.expert_spread`."""
-    gathers_tokens: bool = False
+    decoding: bool = False
     """See `LayerMemory`."""
 
     def inferring(self, tokens: Real, *, layers: Ints, stage: Ints, chunks: Ints) -> Parts:
@@ -86,10 +86,10 @@ class Activations:
     ) -> Parts:
         """Compute the peak of a generate call: while weights are packed, in a layer, or while tokens are sampled.
 
-        `tokens` counts the prompt tokens of a forward pass, and `cached` the tokens that fit into the KV cache.
-        There are `batches` decode batches of `rows` sequences each. CUDA graphs hold the memory of a decode step in
-        a pool of their own. The first step with a number of rows runs without a graph, so it needs this memory once
-        more.
+        `tokens` counts a rank's prompt tokens of a forward pass, and `cached` the tokens that it stores in the KV
+        cache. There are `batches` decode batches of `rows` sequences each. CUDA graphs hold the memory of a decode
+        step in a pool of their own. The first step with a number of rows runs without a graph, so it needs this
+        memory once more.
         """
         last = stage == self._last
         held: dict[str, Ints] = {"cache": self.cache(cached, layers)}
@@ -100,7 +100,7 @@ class Activations:
             packing = packing_bytes(self.sizes, self.dtype, head=last)
             moments.append({"packed weights": packed + packing})
             held["packed weights"] = packed
-        decoded = {"activations": replace(self, gathers_tokens=True)._forward(rows, stage, batches)}
+        decoded = {"activations": replace(self, decoding=True)._forward(rows, stage, batches)}
         sampled = _only(last, {"logits": self.logits.sampled(rows)})
         if self.decode_graphs:
             held["graphs"] = total(_peak(decoded, sampled))
@@ -249,7 +249,7 @@ class Activations:
         return [
             LayerMemory(
                 expert_spread=self.expert_spread,
-                gathers_tokens=self.gathers_tokens,
+                decoding=self.decoding,
                 sizes=kind.sizes,
                 strategies=self.strategies,
                 element_bytes=self.element_bytes,

@@ -43,8 +43,9 @@ class LayerMemory:
     lengths: Sequence[tuple[int, ...]]
     expert_spread: float = 0.0
     """`Efficiency.expert_spread`."""
-    gathers_tokens: bool = False
-    """Whether EP ranks gather all tokens (`Matrices.gathers_tokens`)."""
+    decoding: bool = False
+    """Whether this is a decode step. In it, EP ranks gather all tokens (`Matrices.gathers_tokens`). CP ranks do not
+    divide the tokens. They gather the outputs of attention instead of keys and values."""
 
     @cached_property
     def hidden(self) -> int:
@@ -91,10 +92,13 @@ class LayerMemory:
             attention += self._float32 * self._heads + self._widened(self._read + queries)
         if self._pads:
             attention += self._padded_rows * (self._read + 5 * queries)
-        # Keys and values arrive in the order of ranks, and are copied in packed order.
-        arriving = s + self._qkv + 2 * self._gathered + 2 * self.sizes.cache_dim
-        held = np.maximum(attention + self._gathered, arriving)
-        attention = np.where(self.strategies.cp > 1, held, attention)
+        if self.decoding:
+            attention = attention + self._merged
+        else:
+            # Keys and values arrive in the order of ranks, and are copied in packed order.
+            arriving = s + self._qkv + 2 * self._gathered + 2 * self.sizes.cache_dim
+            held = np.maximum(attention + self._gathered, arriving)
+            attention = np.where(self.strategies.cp > 1, held, attention)
         entering = self.hidden + (s if self.strategies.sequence_parallel else 0)
         up = gate_up + self._added(self.sizes.gate_up_dim)
         block = max(
@@ -170,7 +174,7 @@ class LayerMemory:
     def _rows(self) -> float:
         """Rows of experts per token on the EP rank with the most rows."""
         sizes = self.sizes
-        if self.gathers_tokens:
+        if self.decoding:
             return sizes.copies * sizes.ep
         return sizes.copies * compute_imbalance(sizes.experts, sizes.ep, self.expert_spread)
 
@@ -244,10 +248,11 @@ class LayerMemory:
         return max((outputs if a.dora else max(a.blocks) for a in adapters), default=0)
 
     @property
-    def projected(self) -> float:
-        """Elements per token of a prefill's last layer: its input, the normalised input, queries, keys and
-        values."""
-        return self.stream + self.hidden + self._qkv
+    def projected(self) -> Real:
+        """Elements per token of a prefill's last layer: its input, the normalised input, queries, keys and values.
+        CP ranks also hold the keys and values of all of them, in the order of ranks and in packed order."""
+        keys = 2 * self.sizes.cache_dim * (1 + 2 * self.strategies.cp)
+        return self.stream + self.hidden + self._qkv + np.where(self.strategies.cp > 1, keys, 0)
 
     def backward_bytes(self, tokens: Real) -> Ints:
         """Compute the peak bytes of gradients in a layer's backward pass, minus the saved tensors that have been
@@ -389,6 +394,14 @@ class LayerMemory:
         """
         numbers = 2 * self.sizes.cache_dim + (2 * self.sizes.q_dim if self._pads else 0)
         return np.where(self.strategies.cp > 1, numbers * self.strategies.cp, 0)
+
+    @property
+    def _merged(self) -> Floats:
+        """Elements per row of the attention outputs of all context-parallel ranks in a decode step, each with a
+        float32 log-sum-exp per head. A rank also copies its own, and holds weights of all outputs in float32."""
+        ranks = self.strategies.cp
+        outputs = (ranks + 1) * (self.sizes.q_dim + self._heads * self._float32)
+        return np.where(ranks > 1, outputs + ranks * self._heads * self._float32, 0.0)
 
     @cached_property
     def _padded_rows(self) -> Floats:

@@ -16,6 +16,7 @@ from realrl.families.shape import ModelShape
 from realrl.layout.sets import QUANTISED
 from realrl.plan.axes import Degrees, list_degrees
 from realrl.plan.placement import (
+    ELEMENT_BYTES,
     ZERO_STAGES,
     Dtype,
     Mesh,
@@ -27,6 +28,7 @@ from realrl.plan.placement import (
 from realrl.plan.plan import Plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec, Site
 from realrl.planner.cluster.devices import DeviceKind
+from realrl.planner.memory.activations import kv_cache_bytes
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.candidate import Candidate, count_bytes_alone
 from realrl.planner.space.problem import Problem
@@ -41,8 +43,9 @@ from realrl.planner.space.ways import (
     list_ways,
 )
 from realrl.planner.workload.batching import estimate_saving
+from realrl.planner.workload.shard_sizes import size_shards
 from realrl.planner.workload.workload import CallWork
-from realrl.program.memory import list_sharers
+from realrl.program.memory import StoredModel, list_sharers
 
 _FEW_DEVICES = 16
 """Number of devices of the largest cluster for which every range of devices inside a node is a candidate mesh."""
@@ -55,6 +58,9 @@ _SMALLEST_SHARE = 2048
 busy, and the activations of such sequences fit without context parallelism."""
 _LARGEST_CONTEXT = 256
 """Largest CP degree of a candidate."""
+_LARGE_ROW = 1 / 8
+"""Share of a device's usable memory. If the KV cache of the longest row takes more, context-parallel ranks may
+divide it."""
 MANY_DEVICES = 2048
 """Number of devices of the largest cluster for which small meshes are candidates."""
 _SMALLEST, _SMALLEST_OF_MANY = 128, 16
@@ -143,9 +149,10 @@ def list_micro_batches(kind: Kind, work: CallWork) -> tuple[int, ...]:
 
 
 def list_context_degrees(kind: Kind, work: CallWork) -> tuple[int, ...]:
-    """Enumerate CP degrees: powers of two that leave each rank a large part of the longest sequence. Generation has
-    none."""
-    most = 1 if kind is Kind.GENERATE else min(_LARGEST_CONTEXT, work.longest // _SMALLEST_SHARE)
+    """Enumerate CP degrees: powers of two that leave each rank a large part of the longest sequence, or of the
+    longest row of generation."""
+    longest = work.longest_row if kind is Kind.GENERATE else work.longest
+    most = min(_LARGEST_CONTEXT, longest // _SMALLEST_SHARE)
     return tuple(1 << doublings for doublings in range(max(1, most.bit_length())))
 
 
@@ -184,7 +191,8 @@ class SearchSpace:
     zero: tuple[int, ...] = ZERO_STAGES
     """Stages of ZeRO that train calls may have."""
     contexts: tuple[int, ...] | None = None
-    """CP degrees of train and inference calls. None means the degrees of `list_context_degrees`."""
+    """CP degrees of all calls. None means the degrees of `list_context_degrees`. For generation, it means the
+    degrees among them that may be worth it."""
     experts: tuple[int, ...] | None = None
     """EP degrees, among those of `list_expert_degrees`. None means all of these."""
     virtual: tuple[int, ...] | None = None
@@ -239,6 +247,45 @@ def build_problem(
         parts=scenario.parts,
         apart=apart,
     )
+
+
+@dataclass(frozen=True)
+class _CacheDivision:
+    """Decides whether context-parallel ranks may divide the cache of a generate call.
+
+    A strategy with half the CP degree and twice the data-parallel degree reads the same bytes per rank, and gathers
+    less. So a CP degree is a candidate only in two cases: there are too few records for the other strategy, or the
+    cache of the longest row is large on each of its ranks. This is a heuristic. It leaves out some plans that
+    generate in the layout of training, although another layout would be faster for the call alone.
+    """
+
+    work: CallWork
+    model: StoredModel
+    records: int
+    """Maximum number of data-parallel ranks."""
+    large_bytes: float
+    """Bytes on a rank above which the cache of a row is large."""
+
+    def limit(self, degrees: tuple[int, ...], size: int) -> tuple[int, ...]:
+        """Drop degrees that no strategy on `size` devices needs, even without tensor and pipeline parallelism."""
+        whole = self._row_bytes(Strategy())
+        return tuple(
+            cp
+            for cp in degrees
+            if cp == 1 or size // cp * 2 > self.records or 2 * whole > cp * self.large_bytes
+        )
+
+    def may_help(self, strategy: Strategy) -> bool:
+        few = 2 * strategy.dp > self.records
+        return strategy.cp == 1 or few or 2 * self._row_bytes(strategy) > strategy.cp * self.large_bytes
+
+    def _row_bytes(self, strategy: Strategy) -> float:
+        """Bytes of the cache of the longest row on a rank of this strategy, if its CP ranks did not divide it."""
+        sizes = size_shards(self.model, strategy.tp, strategy.ep)
+        layers = -(-self.model.shape.layers // strategy.pp)
+        width = ELEMENT_BYTES[strategy.dtype or self.model.dtype]
+        tokens = self.work.longest_row
+        return float(kv_cache_bytes(sizes, tokens=tokens, layers=layers, element_bytes=width))
 
 
 @dataclass(frozen=True)
@@ -367,8 +414,13 @@ class _Builder:
         # Each rank that samples hands on whole prompts.
         least = self.portions * self.scenario.workload.samples if call.name == self.apart else 1
         contexts = self.search_space.contexts
-        if contexts is None or call.kind is Kind.GENERATE:
+        division = None
+        if contexts is None:
             contexts = list_context_degrees(call.kind, work)
+            if call.kind is Kind.GENERATE:
+                large = _LARGE_ROW * self.scenario.memory.capacity(mesh.first)
+                division = _CacheDivision(work, model, work.items // work.minibatches // least, large)
+                contexts = division.limit(contexts, mesh.size)
         allowed = self.search_space.experts
         experts = tuple(ep for ep in list_expert_degrees(shape) if allowed is None or ep in allowed)
         for strategy in list_strategies(
@@ -385,7 +437,9 @@ class _Builder:
         ):
             if strategy.dp * least > work.items // work.minibatches or (model.exact and strategy.tp > 1):
                 continue
-            if call.kind is not Kind.GENERATE or self._can_decode(call, strategy):
+            if call.kind is Kind.GENERATE and not self._can_decode(call, strategy):
+                continue
+            if division is None or division.may_help(strategy):
                 yield strategy
 
     def _vary_pipelines(self, call: Call, ways: Ways, first: int) -> list[Strategy]:
@@ -418,8 +472,10 @@ class _Builder:
         return found
 
     def _can_decode(self, call: Call, strategy: Strategy) -> bool:
-        """Check whether generation can have a strategy, and whether this strategy may be worth it. Ranks of a TP
-        group that divide whole experts read as many bytes as ranks that cut them."""
+        """Check whether generation can have a strategy, and whether its degree of expert parallelism may be worth
+        it. Ranks of a TP group that divide whole experts read as many bytes as ranks that cut them."""
+        if strategy.cp > 1 and self.scenario.models[call.model_role].exact:
+            return False
         if strategy.ep == 1:
             return True
         portions = self.portions if call.name == self.apart else call.portions

@@ -2,10 +2,11 @@
 passes."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from realrl.layout.kv_blocks import (
+    BLOCK_TOKENS,
     EXPECTED_SHARE,
     REPLACED_TOGETHER,
     CacheSize,
@@ -32,7 +33,7 @@ class GenerationRows:
     """Number of distinct prompts of these rows."""
     cache: CacheSize
     together: Any
-    """Number of data-parallel ranks that decode in step."""
+    """Number of data-parallel ranks that decode in step. The CP ranks of each of them have the same rows."""
     batches: Any
     """Number of decode batches in flight, at most one per pipeline stage. The rows that are decoded at the same
     time are divided among these batches."""
@@ -61,26 +62,39 @@ def split_generation(work: CallWork, strategy: Strategy, *, cpu: bool) -> Genera
     Times assume no preemption: if continuations have their expected mean length, the cache has room for all
     admitted rows. If longer continuations could overflow the cache, peak memory includes a preempted row that is
     prefilled again.
+
+    CP ranks have the same rows, and divide the tokens of each block of the cache and of each prefill.
     """
     items = records_per_rank(work, strategy)
     rows = items * work.per_item
     prompts = math.ceil(items / work.samples) * work.per_item
-    blocks = sum(map(count_prompt_blocks, work.lengths)) / len(work.lengths)
+    block_tokens = BLOCK_TOKENS * strategy.cp
     cache = size_cache(
         strategy.pp * strategy.micro_batch_tokens,
-        prompt_blocks=prompts * blocks,
+        prompt_blocks=prompts * _count_mean_blocks(work, block_tokens),
         longest_prompt=max(work.lengths),
         rows=rows,
         new_tokens=work.room,
+        block_tokens=block_tokens,
     )
+    # Consecutive ranks divide experts, so these are all CP ranks of a data-parallel rank, or a part of them.
+    together = -(-strategy.ep // (strategy.tp * strategy.cp)) if strategy.decodes_together else 1
     sizes = GenerationRows(
         rows=rows,
         prompts=prompts,
         cache=cache,
-        together=strategy.ep // strategy.tp if strategy.decodes_together else 1,
+        together=together,
         batches=min(strategy.pp, cache.rows),
     )
-    return GenerationWork(**vars(sizes), passes=_split_prompts(work, sizes, count_prefill_tokens(cpu=cpu)))
+    passes = _split_prompts(work, sizes, count_prefill_tokens(cpu=cpu))
+    # All CP ranks divide every pass, even if its prompts are short.
+    divided = float(strategy.cp > 1)
+    return GenerationWork(**vars(sizes), passes=replace(passes, divided=divided, exchanged=divided))
+
+
+def _count_mean_blocks(work: CallWork, block_tokens: int) -> float:
+    """Count the blocks that the rows of a prompt share, in the mean over prompts."""
+    return sum(count_prompt_blocks(n, block_tokens=block_tokens) for n in work.lengths) / len(work.lengths)
 
 
 def _split_prompts(work: CallWork, sizes: GenerationRows, budget: int) -> Chunks:
@@ -104,12 +118,14 @@ def _split_prompts(work: CallWork, sizes: GenerationRows, budget: int) -> Chunks
     passes = max(1, math.ceil(passes))
     longest = lengths[: max(1, math.ceil(len(lengths) * first / prompts))]
     together = max(1.0, min(math.ceil(first), budget * len(longest) / max(1, sum(longest))))
-    blocks = sum(map(count_prompt_blocks, work.lengths)) / len(work.lengths)
+    block_tokens = sizes.cache.block_tokens
+    blocks = _count_mean_blocks(work, block_tokens)
+    most = count_blocks(work.room, block_tokens=block_tokens)
     peak = PeakChunk(together, tuple(max(1, n) for n in longest))
     again = longest[0] + math.ceil(EXPECTED_SHARE * work.room)
-    preempts = sizes.cache.rows * (each * blocks + count_blocks(work.room)) > sizes.cache.blocks
-    own = min(2, count_blocks(work.room))
-    fits = (together + 1) * (count_prompt_blocks(longest[0] + 1) + own) <= sizes.cache.blocks / sizes.batches
+    preempts = sizes.cache.rows * (each * blocks + most) > sizes.cache.blocks
+    least = count_prompt_blocks(longest[0] + 1, block_tokens=block_tokens) + min(2, most)
+    fits = (together + 1) * least <= sizes.cache.blocks / sizes.batches
     if preempts and work.samples > 1 and fits:
         # A preempted row is prefilled together with new rows if their prompts fit into the cache as well.
         peak = PeakChunk(together + again * together / max(1.0, peak.tokens), peak.lengths)
@@ -129,13 +145,15 @@ def _count_first_prompts(work: CallWork, sizes: GenerationRows) -> float:
     lengths = sorted(work.lengths, reverse=True)
     together = sizes.rows / sizes.prompts
     # Each row begins with one block of its own, and the engine keeps a second one free for it.
-    own = together * min(2, count_blocks(work.room))
+    block_tokens = sizes.cache.block_tokens
+    own = together * min(2, count_blocks(work.room, block_tokens=block_tokens))
     found, needed = 0.0, 0.0
     for length in lengths:
         each = sizes.prompts / len(lengths)
-        room = (sizes.cache.blocks - needed) / (count_prompt_blocks(length) + own)
+        blocks = count_prompt_blocks(length, block_tokens=block_tokens) + own
+        room = (sizes.cache.blocks - needed) / blocks
         found += min(each, max(0.0, room))
-        needed += each * (count_prompt_blocks(length) + own)
+        needed += each * blocks
         if room < each:
             break
     return max(1.0, min(found, sizes.cache.rows / together))

@@ -154,6 +154,11 @@ class CallWork:
         )
 
     @property
+    def longest_row(self) -> int:
+        """Maximum tokens of a prompt with its continuation, if the call generates."""
+        return max(self.lengths) + self.room
+
+    @property
     def longest_of_minibatch(self) -> int:
         """Expected tokens of the longest sequence of a mini-batch: that of a step, or less, because fewer sequences
         are rarely as long. It grows with the logarithm of their number, as for an exponential distribution."""

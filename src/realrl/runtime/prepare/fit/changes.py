@@ -323,14 +323,14 @@ def _unlisted(key: str, role: str) -> Change:
 
 
 def _more_parts(place: Placement, most: int, calls: Sequence[Call]) -> list[Strategy]:
-    """List strategies that divide the model, or the tokens of micro-batches, into more parts on the same mesh, the
-    fewest parts first.
+    """List strategies that divide the model, the tokens of micro-batches, or the KV cache into more parts on the
+    same mesh, the fewest parts first.
 
     `most`: maximum tensor parallelism. `calls`: the calls that get this strategy.
     """
     old, size = place.strategy, place.mesh.size
     generating = [call for call in calls if call.kind is Kind.GENERATE]
-    contexts = 1 if generating or any(call.is_function for call in calls) else (size // old.cp).bit_length()
+    contexts = 1 if any(call.is_function for call in calls) else (size // old.cp).bit_length()
     allowed = {
         "cp": [old.cp << doublings for doublings in range(contexts)],
         "tp": [old.tp << doublings for doublings in range((most // old.tp).bit_length())],
