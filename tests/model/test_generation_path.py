@@ -11,11 +11,13 @@ from realrl.engine.generation.prefill import PrefillPass
 from realrl.engine.generation.scheduler import DecodeRow, Prompt, RowPrefill
 from realrl.families.shape import ModelShape
 from realrl.layout.kv_blocks import BLOCK_TOKENS, CacheSize
+from realrl.model.group import make_single_rank_group
 from realrl.model.kv_cache import PagedCache
-from realrl.model.packing import Packing, Prefill
+from realrl.model.packing import EvenShare, Packing, Prefill
 from realrl.model.paged_attention import CachedRows, CachePlaces
 
 BLOCKS = 3
+ALONE = make_single_rank_group()
 """Blocks of each segment; segment s has blocks 1 + BLOCKS * s and following."""
 
 
@@ -43,7 +45,10 @@ def prefilled(model, prompts: list[torch.Tensor], of_row: list[int]) -> tuple[Pa
     positions = torch.cat([torch.arange(n) + BLOCK_TOKENS * table(i)[0] for i, n in enumerate(lengths)])
     places = CachePlaces(positions // BLOCK_TOKENS, positions % BLOCK_TOKENS)
     packing = Packing.of(lengths, "cpu")
-    assert model.prefill(tokens, Prefill(packing.positions, places, packing, None), cache) is None
+    assert (
+        model.prefill(tokens, Prefill(packing.positions, places, packing, None, EvenShare(0, ALONE)), cache)
+        is None
+    )
     starts = [of_row.index(i) for i in range(len(prompts))]
     rows = CachedRows(
         prompt_tables=torch.tensor([table(i) for i in of_row]),
@@ -93,7 +98,7 @@ def test_parts_of_sequences_follow_what_the_cache_holds(
         row = DecodeRow(i, Prompt(i, array("q", prompt.tolist()), table(i)))
         row.tokens, row.blocks = array("q", tokens.tolist()), table(2 + i)
         parts.append(RowPrefill(row, len(prompt) - 1, len(rows[i]) - 1))
-    part = PrefillPass.of(parts, torch.device("cpu"), run_rows=3)
+    part = PrefillPass.of(parts, torch.device("cpu"), run_rows=3, group=ALONE)
     model.prefill(part.tokens, part.prefill, cache)
     cached.own_lengths.copy_(torch.tensor([len(tokens) for tokens in given]))
     newest = torch.stack([row[-1] for row in rows])

@@ -19,6 +19,7 @@ from realrl.model.paged_attention import (
     KeyRuns,
     attend_to_cache,
     attend_to_runs,
+    merge_own_parts,
     merge_parts,
 )
 from realrl.model.routing import EXPERT_DTYPE, LIKELIEST, NONE_CHOSEN, RecordedRouting
@@ -106,12 +107,12 @@ class PagedCache:
         kv_heads = self.k.shape[2]
         k, v = qkv.view(len(qkv), heads + 2 * kv_heads, -1)[:, heads:].split(kv_heads, 1)
         self.store(layer, k, v, rows.newest)
-        return self.attend_to_runs(layer, qkv, rows.runs, heads, rule)
+        return attend_to_runs(qkv, self.k[layer], self.v[layer], rows.runs, heads, rule)[0]
 
     def attend_to_runs(
-        self, layer: int, qkv: Tensor, runs: KeyRuns, heads: int, rule: AttentionRule = CAUSAL
+        self, layer: int, qkv: Tensor, runs: KeyRuns, heads: int, rule: AttentionRule, count: int
     ) -> Tensor:
-        """Attend from rows to keys that are in the cache. qkv: [N, (heads + 2 kv_heads) * D], only queries are read
-        -> [N, heads * D]"""
+        """Attend from T rows to keys that are in the cache. Ranks that divide the cache get the results of `count`
+        rows each. qkv: [T, (heads + 2 kv_heads) * D], only queries are read -> [count, heads * D]"""
         found = attend_to_runs(qkv, self.k[layer], self.v[layer], runs, heads, rule)
-        return merge_parts(found, self._group)
+        return merge_own_parts(found, self._group, count)

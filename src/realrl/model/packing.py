@@ -13,7 +13,7 @@ from realrl.data.prefixes import Prefix
 from realrl.layout.kv_blocks import BLOCK_TOKENS
 from realrl.layout.limits import Bucket, bucket_lengths
 from realrl.model.arithmetic.copies import Copies
-from realrl.model.group import Group
+from realrl.model.group import Group, all_gather
 from realrl.model.paged_attention import CachePlaces, KeyRuns
 
 
@@ -200,6 +200,33 @@ class TokenShare:
         if missing:
             values = F.pad(values, (*(0, 0) * (values.dim() - 1), 0, missing), value=padding)
         return values.index_select(0, self.places)
+
+
+@dataclass(frozen=True)
+class EvenShare:
+    """Tokens of one of several ranks that divide T tokens in order. Padding makes their shares equal."""
+
+    tokens: int
+    """T"""
+    group: Group
+
+    @property
+    def count(self) -> int:
+        """Number of tokens of each rank, padding included."""
+        return -(-self.tokens // self.group.size)
+
+    def select(self, values: Tensor) -> Tensor:
+        """Select the values of this rank's tokens; those of padding are 0. [T] -> [count]"""
+        padded = F.pad(values, (0, self.count * self.group.size - self.tokens))
+        return padded[self.group.index * self.count :][: self.count]
+
+    def gather(self, own: Tensor) -> Tensor:
+        """Gather rows of all ranks, without padding and without gradient. [count, C] -> [T, C]"""
+        if self.group.size == 1 or not self.tokens:
+            return own
+        found = own.new_empty(self.count * self.group.size, own.shape[1])
+        all_gather(found, own.contiguous(), self.group)
+        return found[: self.tokens]
 
 
 def count_own_tokens(tokens: int, ranks: int) -> int:
@@ -399,8 +426,7 @@ class Prefill:
     """T tokens whose keys and values are stored in a cache: whole sequences, and then parts of sequences that begin
     in the cache.
 
-    Ranks that divide the cache also divide the tokens of the whole sequences. Each of them computes all tokens of
-    the parts.
+    Ranks that divide the cache also divide these tokens: those of the whole sequences, and those of the parts.
     """
 
     positions: Tensor
@@ -411,16 +437,11 @@ class Prefill:
     """The whole sequences; None if there are none."""
     parts: KeyRuns | None
     """Keys that the tokens of the parts see, their own included; None if there are no parts."""
+    share: EvenShare
+    """This rank's tokens of the parts."""
     stored: tuple[Tensor, CachePlaces] | None = None
     """If ranks divide the cache: which of the T tokens this rank stores [N] int64, and their places among its
     own."""
-
-    @property
-    def whole_tokens(self) -> int:
-        """Number of tokens of whole sequences that this rank computes."""
-        if self.whole is None:
-            return 0
-        return len(self.whole.positions) if self.whole.share is None else self.whole.share.count
 
 
 def _arrange_blocks(spans: Spans, run_rows: int) -> BlockedKeys:

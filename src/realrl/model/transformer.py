@@ -197,45 +197,50 @@ class Transformer(nn.Module):
         """
         heads = len(self.shard.queries)
         kv_heads = self.cache_kv_heads
+        width = heads * self.shape.head_dim
         exact = self._products.exact
         cp = None if tokens.whole is None else self._make_cp(tokens.whole)
-        first = tokens.whole_tokens
+        first = len(tokens.positions) - tokens.share.count
+        """Index of the first token of parts."""
 
-        def gather(values: Tensor) -> tuple[Tensor, Tensor]:
-            """Gather the values of whole sequences, with padding at the end. Also returns the values of all tokens
-            without it."""
-            if cp is None:
-                return values[:first], values
-            of_whole = cp.gather(values[:first])
-            rest = values[first:]
-            return of_whole, torch.cat((of_whole[: cp.share.tokens], rest))
+        def join(of_whole: Tensor, of_parts: Tensor) -> Tensor:
+            """Join values of all tokens. Those of whole sequences may have padding at the end."""
+            if not tokens.share.tokens:
+                return of_whole if cp is None else of_whole[: cp.share.tokens]
+            return torch.cat((of_whole if cp is None else of_whole[: cp.share.tokens], of_parts))
 
-        def store(layer: int, qkv: Tensor) -> Tensor:
-            """Store keys and values; return those of whole sequences, side by side."""
-            of_whole, kv = gather(qkv[:, heads * self.shape.head_dim :])
+        def gather(own: Tensor) -> Tensor:
+            """Gather the values of whole sequences."""
+            return own if cp is None else cp.gather(own)
+
+        def store(layer: int, kv: Tensor) -> None:
+            """Store the keys and values, side by side, of all tokens."""
+            places = tokens.places
             if tokens.stored is not None:
-                kv = kv[tokens.stored[0]]
+                kv, places = kv[tokens.stored[0]], tokens.stored[1]
             k, v = kv.view(len(kv), 2, kv_heads, self.shape.head_dim).unbind(1)
-            cache.store(layer, k, v, tokens.places if tokens.stored is None else tokens.stored[1])
-            return of_whole
+            cache.store(layer, k, v, places)
 
         def attend(layer: int, qkv: Tensor, rule: AttentionRule) -> Tensor:
             qkv = self._repeat_kv_heads(qkv)
-            # Parts of sequences read keys that this pass may have stored for other parts.
-            kv = store(layer, qkv)
+            kv, of_parts = gather(qkv[:first, width:]), tokens.share.gather(qkv[first:])
+            # Parts of sequences read keys that this pass may store for other parts.
+            store(layer, join(kv, of_parts[:, width:]))
             found = []
             if cp is not None:
-                q = qkv[:first, : heads * self.shape.head_dim]
-                found.append(cp.attend_to(q, kv, heads, kv_heads, rule, exact=exact))
+                found.append(cp.attend_to(qkv[:first, :width], kv, heads, kv_heads, rule, exact=exact))
             elif tokens.whole is not None:
                 found.append(varlen_attention(qkv[:first], tokens.whole, heads, kv_heads, rule, exact=exact))
             if tokens.parts is not None:
-                found.append(cache.attend_to_runs(layer, qkv[first:], tokens.parts, heads, rule))
+                found.append(
+                    cache.attend_to_runs(layer, of_parts, tokens.parts, heads, rule, tokens.share.count)
+                )
             return torch.cat(found) if len(found) > 1 else found[0]
 
         def collect_experts(experts: Tensor) -> Tensor:
             # Not every backend gathers 16-bit integers.
-            return gather(experts.view(torch.uint8))[1].view(experts.dtype)
+            own = experts.view(torch.uint8)
+            return join(gather(own[:first]), tokens.share.gather(own[first:])).view(experts.dtype)
 
         record = None if cache.experts is None else cache.record(tokens.places, collect_experts)
         tp = TensorParallel(self.tensor_group, len(tokens.positions))
@@ -246,7 +251,8 @@ class Transformer(nn.Module):
         if not self.shard.last:
             return x
         last = cast(Layer, self.layers[count])
-        store(count, self._repeat_kv_heads(last.compute_qkv(x, tables[count], tp, self._matrices)))
+        kv = self._repeat_kv_heads(last.compute_qkv(x, tables[count], tp, self._matrices))[:, width:]
+        store(count, join(gather(kv[:first]), tokens.share.gather(kv[first:])))
         if record is not None:
             record.skip(count)
         return None

@@ -98,7 +98,10 @@ def test_other_types_on_a_cpu_agree_bit_for_bit_too(world: World, tmp_path: Path
     ("call", "message"),
     [
         ("actor.generate: {mesh: 0-1, dp: 1, tp: 2}", "actor.generate: tp=2: exact=true needs tp=1"),
-        ("actor.generate: {mesh: 0-1, dp: 1, cp: 2}", "actor.generate: cp=2: exact=true needs cp=1 in calls that"),
+        (
+            "actor.generate: {mesh: 0-1, dp: 1, cp: 2}",
+            "actor.generate: cp=2: exact=true needs cp=1 in calls that",
+        ),
         (
             "actor.generate: {mesh: 0-1, dp: 2, dtype: bfloat16}",
             "exact=true needs one data type for all calls",

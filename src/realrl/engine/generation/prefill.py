@@ -12,7 +12,7 @@ from realrl.data.batch import copy_to_device
 from realrl.engine.generation.scheduler import SCRATCH, RowPrefill
 from realrl.layout.kv_blocks import CachePart
 from realrl.model.group import Group
-from realrl.model.packing import Packing, Prefill, count_own_tokens
+from realrl.model.packing import EvenShare, Packing, Prefill, count_own_tokens
 from realrl.model.paged_attention import CachePlaces, KeyRuns
 
 
@@ -29,7 +29,7 @@ class PrefillPass:
         cls, prefills: Sequence[RowPrefill], device: torch.device, *, run_rows: int, group: Group
     ) -> "PrefillPass":
         """Pack the tokens of `prefills`. In parts of sequences, up to `run_rows` neighbouring tokens read keys
-        together. The ranks of `group` divide the cache, and the tokens of whole sequences."""
+        together. The ranks of `group` divide the cache and the tokens."""
         whole = [prefill for prefill in prefills if not prefill.first]
         parts = [prefill for prefill in prefills if prefill.first]
         ordered, part = whole + parts, CachePart(group.size, group.index)
@@ -43,10 +43,16 @@ class PrefillPass:
             arrays += [own, blocks[own], offsets[own] // part.ranks]
         host = [torch.cat([_read_tokens(prefill) for prefill in ordered]), *map(torch.from_numpy, arrays)]
         tokens, positions_there, blocks_there, offsets_there, *stored = copy_to_device(host, device)
-        if packing is not None and packing.share is not None:
-            share = packing.share
-            tokens = torch.cat((share.select(tokens[: share.tokens]), tokens[share.tokens :]))
-            positions_there = torch.cat((share.positions, positions_there[share.tokens :]))
+        share = EvenShare(sum(prefill.tokens for prefill in parts), group)
+
+        def select(values: Tensor) -> Tensor:
+            """Select the values of the tokens that this rank computes."""
+            of_whole, of_parts = values.split([len(values) - share.tokens, share.tokens])
+            own = share.select(of_parts)
+            return own if packing is None else torch.cat((packing.select(of_whole), own))
+
+        if part.ranks > 1:
+            tokens, positions_there = select(tokens), select(positions_there)
         return cls(
             tokens,
             Prefill(
@@ -54,6 +60,7 @@ class PrefillPass:
                 CachePlaces(blocks_there, offsets_there),
                 packing,
                 _find_runs(parts, run_rows, device, part) if parts else None,
+                share,
                 (stored[0], CachePlaces(*stored[1:])) if stored else None,
             ),
         )
@@ -62,7 +69,8 @@ class PrefillPass:
 def count_computed_tokens(prefills: Sequence[RowPrefill], ranks: int) -> int:
     """Count the tokens that each of `ranks` ranks computes in a pass; see `Prefill`."""
     whole = sum(prefill.tokens for prefill in prefills if not prefill.first)
-    return count_own_tokens(whole, ranks) + sum(prefill.tokens for prefill in prefills if prefill.first)
+    parts = sum(prefill.tokens for prefill in prefills if prefill.first)
+    return count_own_tokens(whole, ranks) + -(-parts // ranks)
 
 
 def _read_tokens(prefill: RowPrefill) -> Tensor:
