@@ -120,6 +120,7 @@ def _be_rank(
     torch.set_num_threads(1)
     wait_to_be_scheduled()
     limits.BUCKET_ELEMENTS = 3000  # several buckets even in models as small as these
+    limits.MERGED_ROWS = 5
     place = CPU if device == "cpu" else torch.device(device, rank)
     if place.type == "cuda":
         torch.cuda.set_device(place)

@@ -46,7 +46,7 @@ def prefilled(model, prompts: list[torch.Tensor], of_row: list[int]) -> tuple[Pa
     places = CachePlaces(positions // BLOCK_TOKENS, positions % BLOCK_TOKENS)
     packing = Packing.of(lengths, "cpu")
     assert (
-        model.prefill(tokens, Prefill(packing.positions, places, packing, None, EvenShare(0, ALONE)), cache)
+        model.prefill(tokens, Prefill(packing.positions, places, packing, [], EvenShare(0, ALONE)), cache)
         is None
     )
     starts = [of_row.index(i) for i in range(len(prompts))]

@@ -8,6 +8,10 @@ BUCKET_ELEMENTS = 2**24
 """Elements in one collective: 64 MiB of float32. That is enough for full bandwidth, and small enough that several
 buckets overlap with computation."""
 
+MERGED_ROWS = 2048
+"""Maximum number of tokens of a prefill whose results ranks that divide the KV cache merge at a time. Each of them
+holds the results of all ranks meanwhile."""
+
 GATHER_STAGES = 4
 """Groups of buckets that are updated and all-gathered in turn; each all-gather runs during the next update.
 

@@ -5,7 +5,7 @@ prompt, and is shared by all rows of that prompt. The other segment belongs to t
 blocks of each segment. The cache itself does not know which row uses a block.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,13 +13,13 @@ from torch import Tensor
 from realrl.layout.kv_blocks import BLOCK_TOKENS, CachePart, CacheSize
 from realrl.model.attention_rule import CAUSAL, AttentionRule
 from realrl.model.group import Group, make_single_rank_group
+from realrl.model.packing import EvenShare
 from realrl.model.paged_attention import (
     CachedRows,
     CachePlaces,
     KeyRuns,
     attend_to_cache,
     attend_to_runs,
-    merge_own_parts,
     merge_parts,
 )
 from realrl.model.routing import EXPERT_DTYPE, LIKELIEST, NONE_CHOSEN, RecordedRouting
@@ -109,10 +109,20 @@ class PagedCache:
         self.store(layer, k, v, rows.newest)
         return attend_to_runs(qkv, self.k[layer], self.v[layer], rows.runs, heads, rule)[0]
 
-    def attend_to_runs(
-        self, layer: int, qkv: Tensor, runs: KeyRuns, heads: int, rule: AttentionRule, count: int
+    def attend_to_parts(
+        self,
+        layer: int,
+        qkv: Tensor,
+        parts: Sequence[KeyRuns],
+        heads: int,
+        rule: AttentionRule,
+        share: EvenShare,
     ) -> Tensor:
-        """Attend from T rows to keys that are in the cache. Ranks that divide the cache get the results of `count`
-        rows each. qkv: [T, (heads + 2 kv_heads) * D], only queries are read -> [count, heads * D]"""
-        found = attend_to_runs(qkv, self.k[layer], self.v[layer], runs, heads, rule)
-        return merge_own_parts(found, self._group, count)
+        """Attend from T rows to keys that are in the cache. `parts` have some neighbouring rows each; `share` has
+        the rows whose results this rank needs. qkv: [T, (heads + 2 kv_heads) * D], only queries are read ->
+        [share.count, heads * D]"""
+        rows = qkv.split([len(runs.own_lengths) for runs in parts])
+        return share.select_rows(
+            merge_parts(attend_to_runs(of, self.k[layer], self.v[layer], runs, heads, rule), self._group)
+            for of, runs in zip(rows, parts, strict=True)
+        )

@@ -1,6 +1,6 @@
 """Packed batches: positions of sequences, and their layout for attention that needs padding."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -220,6 +220,16 @@ class EvenShare:
         padded = F.pad(values, (0, self.count * self.group.size - self.tokens))
         return padded[self.group.index * self.count :][: self.count]
 
+    def select_rows(self, parts: Iterable[Tensor]) -> Tensor:
+        """Select this rank's rows from consecutive parts of all rows; those of padding are 0. [any, C] each ->
+        [count, C]"""
+        found, begin = [], self.group.index * self.count
+        for rows in parts:
+            found.append(rows[max(0, begin) : max(0, begin + self.count)])
+            begin -= len(rows)
+        own = torch.cat(found)
+        return F.pad(own, (0, 0, 0, self.count - len(own)))
+
     def gather(self, own: Tensor) -> Tensor:
         """Gather rows of all ranks, without padding and without gradient. [count, C] -> [T, C]"""
         if self.group.size == 1 or not self.tokens:
@@ -435,8 +445,8 @@ class Prefill:
     """Places of all T tokens in the cache."""
     whole: Packing | None
     """The whole sequences; None if there are none."""
-    parts: KeyRuns | None
-    """Keys that the tokens of the parts see, their own included; None if there are no parts."""
+    parts: Sequence[KeyRuns]
+    """Keys that the tokens of the parts see, their own included, for some neighbouring tokens each."""
     share: EvenShare
     """This rank's tokens of the parts."""
     stored: tuple[Tensor, CachePlaces] | None = None

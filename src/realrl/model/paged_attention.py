@@ -9,7 +9,6 @@ If ranks divide a cache (`CachePart`), each of them attends to its own keys. `me
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from realrl.layout.kv_blocks import WHOLE_CACHE, CachePart
@@ -17,7 +16,7 @@ from realrl.model.attention_rule import CAUSAL, AttentionRule
 from realrl.model.cpu.exact_attention import attend_runs_bfloat16, attend_runs_float32
 from realrl.model.cpu.paged_attention import attend_bfloat16, attend_float32
 from realrl.model.gpu.path import load_kernels, on_gpu
-from realrl.model.group import Group, gather_rows, reduce_scatter
+from realrl.model.group import Group, all_gather
 
 RUN_QUERIES = 16
 """Maximum number of queries in a run (neighbouring rows that share keys), unless more query heads share a key. It
@@ -263,26 +262,15 @@ def attend_to_runs(
 def merge_parts(found: Attended, group: Group) -> Tensor:
     """Merge what the ranks of a group have found for the same queries, each in its own part of the keys. All ranks
     get the same result, bit for bit. -> [B, heads * D]"""
-    if group.size == 1:
-        return found[0]
-    outputs, sums = gather_rows(found, group)
-    weights = torch.softmax(sums.view(group.size, *found[1].shape) * _LN_2, 0)
-    each = outputs.view(*weights.shape, outputs.shape[1] // sums.shape[1]).float()
-    return (each * weights.unsqueeze(-1)).sum(0).to(outputs.dtype).flatten(1)
-
-
-def merge_own_parts(found: Attended, group: Group, count: int) -> Tensor:
-    """Merge what the ranks of a group have found for T queries, each in its own part of the keys. Rank i gets the
-    results of queries i * `count` to (i + 1) * `count` - 1; those behind the last query are 0. -> [count, heads *
-    D]"""
     outputs, sums = found
     if group.size == 1:
         return outputs
-    weights = torch.exp2(sums - group.max(sums.clone()))
-    weighed = outputs.view(*sums.shape, outputs.shape[1] // sums.shape[1]) * weights.unsqueeze(-1)
-    missing = count * group.size - len(sums)
-    own = weights.new_empty(count, outputs.shape[1] + sums.shape[1])
-    reduce_scatter(own, F.pad(torch.cat((weighed.flatten(1), weights), 1), (0, 0, 0, missing)), group)
-    total, weight = own.split([outputs.shape[1], sums.shape[1]], 1)
-    each = total.view(count, sums.shape[1], -1) / torch.where(weight > 0, weight, 1.0).unsqueeze(-1)
-    return each.flatten(1).to(outputs.dtype)
+    own = torch.cat((outputs.view(torch.uint8), sums.view(torch.uint8)), 1)
+    buffer = own.new_empty(group.size, *own.shape)
+    all_gather(buffer.view(-1, own.shape[1]), own, group)
+    width = own.shape[1] - 4 * sums.shape[1]
+    weights = torch.softmax(buffer[:, :, width:].view(torch.float32) * _LN_2, 0)
+    merged = torch.zeros(*sums.shape, outputs.shape[1] // sums.shape[1], device=sums.device)
+    for of_rank, weight in zip(buffer[:, :, :width].view(outputs.dtype), weights, strict=True):
+        merged += of_rank.view(merged.shape) * weight.unsqueeze(-1)
+    return merged.to(outputs.dtype).flatten(1)

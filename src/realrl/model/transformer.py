@@ -231,10 +231,8 @@ class Transformer(nn.Module):
                 found.append(cp.attend_to(qkv[:first, :width], kv, heads, kv_heads, rule, exact=exact))
             elif tokens.whole is not None:
                 found.append(varlen_attention(qkv[:first], tokens.whole, heads, kv_heads, rule, exact=exact))
-            if tokens.parts is not None:
-                found.append(
-                    cache.attend_to_runs(layer, of_parts, tokens.parts, heads, rule, tokens.share.count)
-                )
+            if tokens.parts:
+                found.append(cache.attend_to_parts(layer, of_parts, tokens.parts, heads, rule, tokens.share))
             return torch.cat(found) if len(found) > 1 else found[0]
 
         def collect_experts(experts: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from realrl.data.batch import copy_to_device
 from realrl.engine.generation.scheduler import SCRATCH, RowPrefill
+from realrl.layout import limits
 from realrl.layout.kv_blocks import CachePart
 from realrl.model.group import Group
 from realrl.model.packing import EvenShare, Packing, Prefill, count_own_tokens
@@ -59,7 +60,7 @@ class PrefillPass:
                 positions_there,
                 CachePlaces(blocks_there, offsets_there),
                 packing,
-                _find_runs(parts, run_rows, device, part) if parts else None,
+                _find_runs(parts, run_rows, device, part) if parts else [],
                 share,
                 (stored[0], CachePlaces(*stored[1:])) if stored else None,
             ),
@@ -90,8 +91,9 @@ def _find_places(prefill: RowPrefill, block_tokens: int) -> np.ndarray:
 
 def _find_runs(
     parts: Sequence[RowPrefill], run_rows: int, device: torch.device, part_of_cache: CachePart
-) -> KeyRuns:
-    """Find the keys that the tokens of parts see. A run has neighbouring tokens of one part."""
+) -> list[KeyRuns]:
+    """Find the keys that the tokens of parts see. A run has neighbouring tokens of one part. If ranks divide the
+    cache, the runs are divided into groups of at most `MERGED_ROWS` tokens."""
     prompts = [part.row.prompt for part in parts]
     # The prompt is in the cache as a whole, so each of the tokens is behind it.
     assert all(part.first >= part.row.prompt.length - 1 for part in parts), "a part begins behind its prompt"
@@ -100,24 +102,34 @@ def _find_runs(
     shared = np.array([prompt.length - 1 for prompt in prompts])[numbers]
     seen = np.concatenate([np.arange(part.first, part.length) for part in parts]) + 1
     within = np.concatenate([np.arange(count) for count in tokens])
-    starts = np.flatnonzero(within % run_rows == 0)
-    tables = [_as_table([prompt.blocks for prompt in prompts])[numbers[starts]]]
-    tables += [_as_table([part.row.blocks for part in parts])]
-    rows = [shared, numbers, seen - shared, np.append(starts, len(numbers))]
-    shared_tables, own_tables, shared_lengths, own_numbers, own_lengths, run_starts = copy_to_device(
-        [torch.from_numpy(of) for of in (*tables, *rows)], device
-    )
-    return KeyRuns(
-        shared_tables=shared_tables,
-        shared_lengths=shared_lengths,
-        own_tables=own_tables,
-        own_numbers=own_numbers,
-        own_lengths=own_lengths,
-        starts=run_starts,
-        most=run_rows,
-        longest=max(part.length for part in parts),
-        part=part_of_cache,
-    )
+    prompt_tables = _as_table([prompt.blocks for prompt in prompts])
+    own_tables = _as_table([part.row.blocks for part in parts])
+    most = len(numbers) if part_of_cache.ranks == 1 else limits.MERGED_ROWS
+    found = []
+    for first in range(0, len(numbers), most):
+        rows = slice(first, first + most)
+        begins = within[rows] % run_rows == 0
+        begins[0] = True
+        starts = np.flatnonzero(begins)
+        tables = [prompt_tables[numbers[rows][starts]], own_tables]
+        of_rows = [shared[rows], numbers[rows], (seen - shared)[rows], np.append(starts, len(begins))]
+        shared_tables, own_tables_there, *there = copy_to_device(
+            [torch.from_numpy(of) for of in (*tables, *of_rows)], device
+        )
+        found.append(
+            KeyRuns(
+                shared_tables=shared_tables,
+                shared_lengths=there[0],
+                own_tables=own_tables_there,
+                own_numbers=there[1],
+                own_lengths=there[2],
+                starts=there[3],
+                most=run_rows,
+                longest=int(seen[rows].max()),
+                part=part_of_cache,
+            )
+        )
+    return found
 
 
 def _as_table(blocks: Sequence[Sequence[int]]) -> np.ndarray:
