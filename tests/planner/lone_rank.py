@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 
 
 class Sent:
-    """A message on its way."""
+    """A message, or a collective, on its way."""
 
     def wait(self) -> None:
         """It has arrived."""
@@ -78,9 +78,10 @@ def nobody_else() -> Iterator[Messages]:
         count("send", tensor)
         return Sent()
 
-    def exchanged(output: torch.Tensor, tensor: torch.Tensor, *_: Any, **__: Any) -> None:
+    def exchanged(output: torch.Tensor, tensor: torch.Tensor, *_: Any, **__: Any) -> Sent:
         count("all_to_all", tensor)
         output.copy_(tensor)
+        return Sent()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", exchanged)
