@@ -39,8 +39,11 @@ from realrl.runtime.measure.step_timer import count_allocations
 CPU = torch.device("cpu")
 
 
+@dataclass(frozen=True, eq=False)
 class Sent:
-    """A message, or a collective, on its way."""
+    """A message, or a collective, on its way, which keeps what it sends."""
+
+    tensor: torch.Tensor | None = None
 
     def wait(self) -> None:
         """It has arrived."""
@@ -81,7 +84,7 @@ def nobody_else() -> Iterator[Messages]:
     def exchanged(output: torch.Tensor, tensor: torch.Tensor, *_: Any, **__: Any) -> Sent:
         count("all_to_all", tensor)
         output.copy_(tensor)
-        return Sent()
+        return Sent(tensor)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", exchanged)
