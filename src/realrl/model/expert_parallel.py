@@ -41,7 +41,7 @@ class Dispatch:
     """Number of copies that this rank sends to each rank."""
     received: Sequence[int]
     """Number of copies that this rank receives from each rank."""
-    hidden: bool
+    overlaps: bool
     """Whether something is computed while rows are on their way. If not, an exchange starts and ends at once."""
     rows: list[Tensor]
     """What is sent next, or on its way. No other object holds it, so that it is freed early."""
@@ -50,7 +50,7 @@ class Dispatch:
 
     @classmethod
     def of(
-        cls, x: Tensor, weights: Tensor, experts: Tensor, count: int, group: Group, *, hidden: bool
+        cls, x: Tensor, weights: Tensor, experts: Tensor, count: int, group: Group, *, overlaps: bool
     ) -> "Dispatch":
         """Agree with the other ranks on the number of copies, and gather the copies to send, with their weights.
 
@@ -68,7 +68,7 @@ class Dispatch:
         arrived = numbers.repeat_interleave(received.flatten(), output_size=sum(from_ranks))
         arriving = Groups.of(arrived[:, None], sent.shape[1])
         rows = [gather_copies(x, own), weights.flatten().index_select(0, own.order)]
-        return cls(group, own, arriving, to_ranks, from_ranks, hidden, rows)
+        return cls(group, own, arriving, to_ranks, from_ranks, overlaps, rows)
 
     def send(self) -> None:
         """Start to send the copies of this rank's tokens to the ranks of their experts, with their weights."""
@@ -93,7 +93,7 @@ class Dispatch:
         when `wait` returns."""
         sent, received = (self.received, self.sent) if back else (self.sent, self.received)
         found = rows.new_empty(sum(received), *rows.shape[1:])
-        work = all_to_all(found, rows, sent, received, self.group, async_op=self.hidden)
+        work = all_to_all(found, rows, sent, received, self.group, async_op=self.overlaps)
         if work is not None:
             self.works.append(work)
         return found

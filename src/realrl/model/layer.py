@@ -67,12 +67,12 @@ class ExpertBlock:
         return self._apply((x, weights), Groups.of(experts, self.mixture.experts), matrices)
 
     def dispatch(
-        self, x: Tensor, matrices: Matrices, routing: Routing, tp: TensorParallel, *, hidden: bool
+        self, x: Tensor, matrices: Matrices, routing: Routing, tp: TensorParallel, *, overlaps: bool
     ) -> Dispatch:
         """Choose the experts of tokens, and prepare to send the tokens to the ranks of their experts. TP ranks
         divide the tokens.
 
-        x: [T, H], or with sequence parallelism this rank's rows. `hidden`: see `Dispatch`
+        x: [T, H], or with sequence parallelism this rank's rows. `overlaps`: see `Dispatch`
         """
         own, first = tp.own, 0 if tp.divides_rows else tp.own.start
         mine = x[first : first + own.stop - own.start]
@@ -82,7 +82,9 @@ class ExpertBlock:
             scores = self._score(matrices.multiply(x, self.router, self.router_bias))
         # Every TP rank chooses for all tokens, because records and balance losses need the choices of all tokens.
         weights, experts = self._choose(scores, routing)
-        return Dispatch.of(mine, weights[own], experts[own], self.mixture.experts, self.group, hidden=hidden)
+        return Dispatch.of(
+            mine, weights[own], experts[own], self.mixture.experts, self.group, overlaps=overlaps
+        )
 
     def run_dispatched(self, dispatch: Dispatch, matrices: Matrices) -> None:
         """Compute this rank's experts for the tokens that have been sent, and start to send the outputs back."""
@@ -384,7 +386,7 @@ class Layer(nn.Module):
         experts, has_block = self._experts, self.gate_up is not None
         routed, dispatch = None, None
         if experts is not None and experts.divided and tp.divides_rows:
-            dispatch = experts.dispatch(normed, matrices, routing, tp, hidden=has_block)
+            dispatch = experts.dispatch(normed, matrices, routing, tp, overlaps=has_block)
         if dispatch is None or has_block:
             # Rows are gathered before tokens are sent. If both groups are the same ranks, they have one
             # communicator, in which messages queue.
@@ -395,7 +397,7 @@ class Layer(nn.Module):
             elif matrices.gathers_tokens:
                 routed = experts.run_gathered(normed, matrices, routing, tp)
             else:
-                dispatch = experts.dispatch(normed, matrices, routing, tp, hidden=has_block)
+                dispatch = experts.dispatch(normed, matrices, routing, tp, overlaps=has_block)
         if dispatch is not None:
             dispatch.send()
         # If a layer has experts and a block for all tokens, each half of the block hides an exchange.
