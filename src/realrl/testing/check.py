@@ -393,9 +393,11 @@ def make_uniform_plan(
 def list_run_cases(
     graph: DataflowGraph, micro_batch_tokens: int, most: int, mixtures: Collection[str] = ()
 ) -> Iterator[Case]:
-    """List the plans to train under: symmetric, two CP ranks, two TP ranks, two pipeline stages, the same with two
-    virtual stages each and a zero bubble, and each role on its own devices. If the last plan needs more than `most`
-    devices, only training gets its own devices.
+    """List the plans to train under: symmetric, two CP ranks, two TP ranks, two pipeline stages, and each role
+    on its own devices. If the last plan needs more than `most` devices, only training gets its own devices.
+
+    One more plan has two pipeline stages with two virtual stages each, and a zero bubble. Generation has no virtual
+    stages.
 
     If there are `mixtures`, roles whose models are mixtures of experts, all calls of these roles divide the experts
     among two data-parallel ranks in one more plan.
