@@ -35,7 +35,7 @@ def test_kernels_that_add_biases_to_all_rows_change_no_sums(monkeypatch: pytest.
     chosen = torch.tensor([[0, 2], [2, 2], [1, 0], [2, 1]])
     groups = Groups.of(chosen, own, has_others=True)
     x, weights, matrices = draw(4, hidden), torch.rand(4, 2, generator=generator), Matrices(PLAIN, {}, {})
-    expected = block._apply(x, weights, groups, matrices)
+    expected = block._apply((x, weights), groups, matrices)
     assert not expected[1].any()
     assert expected[0].any()
 
@@ -43,4 +43,4 @@ def test_kernels_that_add_biases_to_all_rows_change_no_sums(monkeypatch: pytest.
         return rows + weights[:, None] * biases.view(-1, rows.shape[1])[groups.numbers]
 
     monkeypatch.setattr("realrl.model.matrices.add_biases", add_to_all)
-    torch.testing.assert_close(block._apply(x, weights, groups, matrices), expected)
+    torch.testing.assert_close(block._apply((x, weights), groups, matrices), expected)

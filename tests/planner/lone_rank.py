@@ -39,8 +39,11 @@ from realrl.runtime.measure.step_timer import count_allocations
 CPU = torch.device("cpu")
 
 
+@dataclass(frozen=True, eq=False)
 class Sent:
-    """A message on its way."""
+    """A message, or a collective, on its way, which keeps what it sends."""
+
+    tensor: torch.Tensor | None = None
 
     def wait(self) -> None:
         """It has arrived."""
@@ -78,9 +81,10 @@ def nobody_else() -> Iterator[Messages]:
         count("send", tensor)
         return Sent()
 
-    def exchanged(output: torch.Tensor, tensor: torch.Tensor, *_: Any, **__: Any) -> None:
+    def exchanged(output: torch.Tensor, tensor: torch.Tensor, *_: Any, **__: Any) -> Sent:
         count("all_to_all", tensor)
         output.copy_(tensor)
+        return Sent(tensor)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", exchanged)

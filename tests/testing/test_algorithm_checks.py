@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import yaml
 
-from realrl.recipe.load import load_experiment
+from realrl.dataflow.call import Kind
+from realrl.huggingface.directory import known_shape
+from realrl.recipe.load import load_experiment, parse_experiment
 from realrl.testing import CheckFailure, check_algorithm
 from realrl.testing.check import list_run_cases
 from realrl.testing.compare import read_metrics
+from realrl.testing.shrink import shrink_recipe
 from tests.conftest import PPO_CALLS, World
 
 ALGORITHM = '''
@@ -124,6 +127,22 @@ def test_only_calls_of_mixtures_divide_experts(world: World, tmp_path: Path) -> 
     degrees = {name: placement.strategy.ep for name, placement in found["ep=2"].placements.items()}
     assert degrees == {name: 2 if name.startswith(("actor", "ref")) else 1 for name in PPO_CALLS}
     found["ep=2"].check(experiment.graph)
+
+
+def test_virtual_stages_train_and_infer_with_all_layers(world: World, tmp_path: Path) -> None:
+    """Generation has a pipeline without them."""
+    experiment = load_experiment(str(world.recipe("ppo", tmp_path)))
+    plans = {case.name: case.plan for case in list_run_cases(experiment.graph, 64, 2)}
+    plan = plans["pp=2, vpp=2 and zero bubble"]
+    plan.check(experiment.graph)
+    for call in experiment.graph.calls:
+        strategy = plan[call.name].strategy
+        generates, trains = call.kind is Kind.GENERATE, call.kind is Kind.TRAIN
+        assert (strategy.pp, strategy.vpp) == (2, 1 if generates else 2), call.name
+        assert strategy.zero_bubble == trains, call.name
+    settings = shrink_recipe(experiment, tmp_path, records=None)
+    shapes = [known_shape(config) for config in parse_experiment(settings).model_configs.values()]
+    assert {shape.layers for shape in shapes if shape} == {4}
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,7 @@ def test_an_environment_without_mistakes_passes(
     assert status == 0 and "no problems" in text, text
     assert "ok       environment: step gets the turns, reset gets level, seed\n" in text
     assert "ok       plan tp=2 on 2 processes\n" in text
+    assert "ok       plan pp=2, vpp=2 and zero bubble on 2 processes\n" in text
     assert "[[It is so.</s>]]" in text and "these turns of the model are made up" in text
 
 

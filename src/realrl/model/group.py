@@ -99,9 +99,20 @@ def gather_rows(parts: Sequence[Tensor], group: Group) -> list[Tensor]:
     return [of.contiguous().view(part.dtype) for of, part in zip(found, parts, strict=True)]
 
 
-def all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
-    """Send consecutive rows to the ranks of a group of several ranks. Returns the rows that arrive, in the order of
-    ranks. `sent` and `received` have the number of rows for each rank, and from each rank."""
-    found = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(found, rows.contiguous(), [*received], [*sent], group=group.handle)
-    return found
+def all_to_all(
+    found: Tensor,
+    rows: Tensor,
+    sent: Sequence[int],
+    received: Sequence[int],
+    group: Group,
+    *,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """Send consecutive `rows` to the ranks of a group of several ranks. The rows that arrive are written to
+    `found`, in the order of ranks. `sent` and `received` have the number of rows for each rank, and from each rank.
+
+    With `async_op`, returns at once with the work to wait for.
+    """
+    return dist.all_to_all_single(
+        found, rows.contiguous(), [*received], [*sent], group=group.handle, async_op=async_op
+    )

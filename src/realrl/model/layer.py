@@ -64,13 +64,15 @@ class ExpertBlock:
         """Compute the weighted sum of each token's experts, over this rank's units. x: [T, H] -> [T, H]"""
         scores = self._score(matrices.multiply(x, self.router, self.router_bias))
         weights, experts = self._choose(scores, routing)
-        return self._apply(x, weights, Groups.of(experts, self.mixture.experts), matrices)
+        return self._apply((x, weights), Groups.of(experts, self.mixture.experts), matrices)
 
-    def run_divided(self, x: Tensor, matrices: Matrices, routing: Routing, tp: TensorParallel) -> Tensor:
-        """Compute the weighted sum of each token's experts, which are on several ranks. TP ranks divide the tokens.
+    def dispatch(
+        self, x: Tensor, matrices: Matrices, routing: Routing, tp: TensorParallel, *, overlaps: bool
+    ) -> Dispatch:
+        """Choose the experts of tokens, and prepare to send the tokens to the ranks of their experts. TP ranks
+        divide the tokens.
 
-        x: [T, H], or with sequence parallelism this rank's rows -> the sums of this rank's tokens, in the shape of
-        `x`. All other rows are zero.
+        x: [T, H], or with sequence parallelism this rank's rows. `overlaps`: see `Dispatch`
         """
         own, first = tp.own, 0 if tp.divides_rows else tp.own.start
         mine = x[first : first + own.stop - own.start]
@@ -80,14 +82,18 @@ class ExpertBlock:
             scores = self._score(matrices.multiply(x, self.router, self.router_bias))
         # Every TP rank chooses for all tokens, because records and balance losses need the choices of all tokens.
         weights, experts = self._choose(scores, routing)
-        dispatch = Dispatch.of(experts[own], self.mixture.experts, self.group)
-        sums = self._apply(mine, weights[own], dispatch.arriving, matrices, dispatch)
-        return F.pad(sums, (0, 0, first, len(x) - first - len(mine)))
+        return Dispatch.of(
+            mine, weights[own], experts[own], self.mixture.experts, self.group, overlaps=overlaps
+        )
+
+    def run_dispatched(self, dispatch: Dispatch, matrices: Matrices) -> None:
+        """Compute this rank's experts for the tokens that have been sent, and start to send the outputs back."""
+        dispatch.send_back(self._apply(dispatch, dispatch.arriving, matrices))
 
     def run_gathered(self, x: Tensor, matrices: Matrices, routing: Routing, tp: TensorParallel) -> Tensor:
-        """Compute what `run_divided` does, for a few tokens without gradient. Each rank gathers the tokens of all
-        ranks, which have equal numbers of them, and computes its own experts for them. So shapes do not depend on
-        the choice of experts.
+        """Compute the weighted sum of each token's experts, which are on several ranks, for a few tokens without
+        gradient. Each rank gathers the tokens of all ranks, which have equal numbers of them, and computes its own
+        experts for them. So, unlike with `dispatch`, shapes do not depend on the choice of experts.
 
         x: [T, H] -> the sums of this rank's tokens [T, H]; all other rows are zero
         """
@@ -104,7 +110,7 @@ class ExpertBlock:
         # Copies for the experts of other ranks come last, and belong to no group.
         numbers = torch.where((numbers >= 0) & (numbers < count), numbers, count)
         groups = Groups.of(numbers, count, has_others=True)
-        sums = self._apply(tokens, weights, groups, matrices)
+        sums = self._apply((tokens, weights), groups, matrices)
         own = sums.new_empty(rows, sums.shape[1])
         reduce_scatter(own, sums, self.group)
         return F.pad(own, (0, 0, first, rows * tp.group.size - first - rows))[: len(x)]
@@ -135,21 +141,14 @@ class ExpertBlock:
         left_out.scatter_(1, best, False)
         return by_group.masked_fill(left_out[:, :, None], -torch.inf).flatten(1)
 
-    def _apply(
-        self,
-        x: Tensor,
-        weights: Tensor,
-        groups: Groups,
-        matrices: Matrices,
-        dispatch: Dispatch | None = None,
-    ) -> Tensor:
-        """Compute the weighted sum of each token's experts. `groups` has the rows of this rank's experts. With
-        `dispatch`, tokens are first sent to the ranks of their experts. x: [T, H], weights: [T, k] -> [T, H]"""
+    def _apply(self, tokens: tuple[Tensor, Tensor] | Dispatch, groups: Groups, matrices: Matrices) -> Tensor:
+        """Compute the weighted sum of each token's experts. `groups` has the rows of this rank's experts. `tokens`
+        are [T, H] with weights [T, k], or come from other ranks. -> [T, H]"""
         # `del` frees rows as soon as possible, because there are several for each token.
-        mixture, weights = self.mixture, weights.flatten()
-        if dispatch is not None:
-            x, weights = dispatch.send(x, weights)
-        weights = weights.index_select(0, groups.order)
+        mixture = self.mixture
+        x, weights = tokens.receive() if isinstance(tokens, Dispatch) else tokens
+        del tokens
+        weights = weights.flatten().index_select(0, groups.order)
         if mixture.weighed == "inputs":
             rows = gather_weighed(x, weights, groups)
             gate_up = matrices.multiply_groups(rows, self.gate_up, groups)
@@ -176,13 +175,7 @@ class ExpertBlock:
             rows = matrices.add_biases(rows, self.down_bias, weights, groups)
         if groups.has_others:
             rows = groups.clear_others(rows)
-        sums = sum_copies(rows, groups)
-        if dispatch is None:
-            return sums
-        del rows
-        returned = dispatch.send_back(sums)
-        del sums
-        return sum_copies(returned, dispatch.own)
+        return sum_copies(rows, groups)
 
     def _score(self, logits: Tensor) -> Tensor:
         """Score the experts of tokens. [T, E] -> [T, E] float32"""
@@ -382,10 +375,7 @@ class Layer(nn.Module):
     ) -> Tensor:
         """Apply the layer. x: [T, H] -> [T, H]; with sequence parallelism, each rank has some of the rows."""
         # `del` frees each intermediate result as soon as the next one is computed.
-        attended = attend(self.compute_qkv(x, tables, tp, matrices), self.rule)
-        block = tp.reduce_from_region(matrices.multiply(attended, self.out, None))
-        del attended
-        block = self._finish(block, self.out_bias, self.attention_post_norm, self.attention_post_norm_bias)
+        block = self._attend(x, tables, attend, tp, matrices)
         if self._parallel:
             normed, x = self._enter(x, self.mlp_norm, self.mlp_norm_bias), x + block
         elif self.mlp_norm is not None:
@@ -393,37 +383,64 @@ class Layer(nn.Module):
         else:
             normed = x = x + block
         del block
-        experts, routed, finished = self._experts, None, None
+        experts, has_block = self._experts, self.gate_up is not None
+        routed, dispatch = None, None
         if experts is not None and experts.divided and tp.divides_rows:
-            finished = experts.run_divided(normed, matrices, routing, tp)
-        if finished is None or self.gate_up is not None:
+            dispatch = experts.dispatch(normed, matrices, routing, tp, overlaps=has_block)
+        if dispatch is None or has_block:
+            # Rows are gathered before tokens are sent. If both groups are the same ranks, they have one
+            # communicator, in which messages queue.
             normed = tp.copy_to_region(normed)
-        if experts is not None and finished is None:
+        if experts is not None and dispatch is None:
             if not experts.divided:
                 routed = experts.run(normed, matrices, routing)
             elif matrices.gathers_tokens:
                 routed = experts.run_gathered(normed, matrices, routing, tp)
             else:
-                routed = experts.run_divided(normed, matrices, routing, tp)
-        if self.gate_up is None or self.down is None:
-            del normed
-        else:
+                dispatch = experts.dispatch(normed, matrices, routing, tp, overlaps=has_block)
+        if dispatch is not None:
+            dispatch.send()
+        # If a layer has experts and a block for all tokens, each half of the block hides an exchange.
+        if self.gate_up is not None:
             gate_up = matrices.multiply(normed, self.gate_up, self.gate_up_bias)
             del normed
             inner = activate(gate_up, self._activation, gated=self._gated)
             del gate_up
+        else:
+            del normed
+        if experts is not None and dispatch is not None:
+            experts.run_dispatched(dispatch, matrices)
+        if self.down is not None:
             block = matrices.multiply(inner, self.down, None)
             del inner
-            routed = block if routed is None else block + routed
-            del block
-        if routed is not None:
-            block = tp.reduce_from_region(routed)
-            block = block if finished is None else block + finished
+        if dispatch is not None:
+            routed = tp.place_own(dispatch.receive_back())
+        # With sequence parallelism, outputs of `dispatch` are complete. Each rank has those of its own rows.
+        complete = dispatch is not None and tp.divides_rows
+        if routed is None:
+            block = tp.reduce_from_region(block)
+        elif not has_block:
+            block = routed if complete else tp.reduce_from_region(routed)
+        elif complete:
+            block = tp.reduce_from_region(block) + routed
         else:
-            assert finished is not None, "a layer has experts, one block, or both"
-            block = finished
-        del routed, finished
+            block = tp.reduce_from_region(block + routed)
+        del routed
         return x + self._finish(block, self.down_bias, self.mlp_post_norm, self.mlp_post_norm_bias)
+
+    def _attend(
+        self,
+        x: Tensor,
+        tables: RotaryTables,
+        attend: Callable[[Tensor, AttentionRule], Tensor],
+        tp: TensorParallel,
+        matrices: Matrices,
+    ) -> Tensor:
+        """Apply the attention block, without its sum with the residual stream."""
+        attended = attend(self.compute_qkv(x, tables, tp, matrices), self.rule)
+        block = tp.reduce_from_region(matrices.multiply(attended, self.out, None))
+        del attended
+        return self._finish(block, self.out_bias, self.attention_post_norm, self.attention_post_norm_bias)
 
     def compute_qkv(self, x: Tensor, tables: RotaryTables, tp: TensorParallel, matrices: Matrices) -> Tensor:
         """Compute queries, keys and values; normalize heads if the family does, and rotate queries and keys.

@@ -76,6 +76,13 @@ class TensorParallel:
         rows = -(-self.tokens // self.group.size)
         return _GatherFromRegion.apply(F.pad(own, (0, 0, 0, rows - len(own))), self.group, self.tokens, True)
 
+    def place_own(self, own: Tensor) -> Tensor:
+        """Put what this rank has computed for its own tokens among rows of zeros, in the shape of hidden states
+        between layers. [rows of `own`, H] -> [rows, H]"""
+        first = 0 if self.divides_rows else self.own.start
+        rows = -(-self.tokens // self.group.size) if self.divides_rows else self.tokens
+        return F.pad(own, (0, 0, first, rows - first - len(own)))
+
     def own_rows(self, values: Tensor) -> Tensor:
         """Select the values of the tokens whose hidden states this rank holds. [tokens] -> [rows], padded with
         zeros"""

@@ -54,11 +54,11 @@ def check_algorithm(
     1. The algorithm's description agrees with its graphs and methods, and every call has a method.
     2. Programs of all presets on clusters of 1 to 8 devices cannot deadlock, and every call finds its data.
     3. Two training steps and evaluations give the same metrics, within `tolerance`, in one process and in several.
-       The plans with several processes are: symmetric, two CP ranks, two TP ranks, two pipeline stages, and each
-       role on its own devices. If models of the recipe are mixtures of experts, two ranks also divide the experts.
-       At most `processes` are started. If there are more roles than processes, only training gets its own devices.
-       Small micro-batches give the same metrics too. If the recipe hands on samples in portions, a run with
-       portions gives the same metrics, too.
+       The plans with several processes are: symmetric, two CP ranks, two TP ranks, two pipeline stages, the same
+       with two virtual stages each and a zero bubble, and each role on its own devices. If models of the recipe are
+       mixtures of experts, two ranks also divide the experts. At most `processes` are started. If there are more
+       roles than processes, only training gets its own devices. Small micro-batches give the same metrics too. If
+       the recipe hands on samples in portions, a run with portions gives the same metrics, too.
     4. A run whose algorithm is rebuilt after each step also gives the same metrics. `load_state_dict` receives what
        `state_dict` returned on the first rank of the first train call. Weights and optimizer state are kept,
        because they do not belong to the algorithm.
@@ -396,6 +396,9 @@ def list_run_cases(
     """List the plans to train under: symmetric, two CP ranks, two TP ranks, two pipeline stages, and each role
     on its own devices. If the last plan needs more than `most` devices, only training gets its own devices.
 
+    One more plan has two pipeline stages with two virtual stages each, and a zero bubble. Generation has no virtual
+    stages.
+
     If there are `mixtures`, roles whose models are mixtures of experts, all calls of these roles divide the experts
     among two data-parallel ranks in one more plan.
     """
@@ -405,19 +408,30 @@ def list_run_cases(
     for name in ("cp", "tp", "pp"):
         plan = make_uniform_plan(graph, two, **{name: 2}, micro_batch_tokens=micro_batch_tokens)
         yield Case(f"{name}=2", plan)
+    interleaved = make_uniform_plan(graph, two, pp=2, vpp=2, micro_batch_tokens=micro_batch_tokens)
+    trained = {
+        call.name: replace(interleaved[call.name].strategy, zero_bubble=True)
+        for call in graph.calls
+        if call.kind is Kind.TRAIN
+    }
+    yield Case("pp=2, vpp=2 and zero bubble", _replace_strategies(interleaved, trained))
     if mixtures:
         divided = {
-            call.name: replace(
-                symmetric[call.name], strategy=symmetric[call.name].strategy.with_degrees(ep=2)
-            )
+            call.name: symmetric[call.name].strategy.with_degrees(ep=2)
             for call in graph.calls
             if call.role in mixtures
         }
-        yield Case("ep=2", replace(symmetric, placements={**symmetric.placements, **divided}))
+        yield Case("ep=2", _replace_strategies(symmetric, divided))
     apart, cluster = "disjoint", Cluster(1, max(2, len(graph.roles)))
     if cluster.size > most:
         apart, cluster = "separate", two
     yield Case(apart, PRESETS[apart](graph, cluster, micro_batch_tokens, {}))
+
+
+def _replace_strategies(plan: Plan, strategies: Mapping[str, Strategy]) -> Plan:
+    """Give some calls other strategies."""
+    changed = {name: replace(plan[name], strategy=strategy) for name, strategy in strategies.items()}
+    return replace(plan, placements={**plan.placements, **changed})
 
 
 def list_compiled_cases(graph: DataflowGraph, micro_batch_tokens: int) -> Iterator[Case]:

@@ -40,6 +40,8 @@ MIXTURE: Mapping[str, Any] = {
     "mixture": {"experts": 4, "per_token": 2},
 }
 """The same for a mixture of experts, which two ranks can divide, too."""
+CHECKED_LAYERS = 4
+"""Number of layers of models in a check, which two pipeline stages with two virtual stages each can divide."""
 STEPS = 2
 """Number of training steps. There are two, so that the second one starts from the weights and state of the
 first."""
@@ -150,7 +152,8 @@ def _write_models(
     mixtures = list_mixtures(experiment)
     for number, (role, of) in enumerate(spec.roles_of(experiment).items()):
         vocabulary = max(SHAPE["vocab_size"], len(tokenizer))
-        sizes = {**(MIXTURE if role in mixtures else SHAPE), "vocab_size": vocabulary}
+        sizes = MIXTURE if role in mixtures else SHAPE
+        sizes = {**sizes, "vocab_size": vocabulary, "layers": CHECKED_LAYERS}
         save_model(directory / role, of.head, tokenizer, sizes, seed=3 + number)
         # With coarser products, equal runs would differ by more than any tolerance.
         models[role] = {"path": str(directory / role), "dtype": "float32"}

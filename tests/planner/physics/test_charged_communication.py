@@ -395,3 +395,69 @@ def test_nothing_else_is_charged() -> None:
         for placement in (place(), place(2, 2, 2), place(1, 4, 2, sp=True)):
             terms = cost(kind, STEP, placement, make_cluster(2, 4))
             assert sum(terms.values()) < 1e9 * NOTHING
+
+
+EXPERTS, COPIES = 8, 2
+SHARED = store(
+    SHAPE.model_copy(
+        update={
+            "family": "glm4_moe",
+            "mixture": Mixture(
+                experts=EXPERTS, per_token=COPIES, scores="sigmoid", correction=True, shared=1
+            ),
+        }
+    )
+)
+RETURNED = gather(2, TOKENS // 2 * COPIES * 2 * HIDDEN)
+SENT = RETURNED + gather(2, TOKENS // 2 * COPIES * 4)
+NUMBERS = gather(2, 8 * EXPERTS)
+"""Bytes that one of two ranks sends in a layer: outputs, rows with weights, and numbers of rows."""
+HALF = 2 * TOKENS // 2 * 160 * HIDDEN
+"""Operations of the second half of a shared block; the first half has twice as many."""
+
+
+OVERLAP = 1 / 3
+
+
+def charge_experts(kind: Kind, strategy: Strategy, *, flops: float = 1e30, cpu: bool = False) -> float:
+    """Seconds for experts, at a byte per second. Fast blocks hide nothing."""
+    cluster = make_cluster(link_bytes_per_s=1.0, bf16_flops=flops, fp32_flops=flops, cpu=cpu)
+    placement = Placement(Mesh(0, strategy.size), strategy)
+    return cost(kind, STEP, placement, cluster, model=SHARED, overlap=OVERLAP, expert_spread=0.0)["experts"]
+
+
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.9, 2])
+@pytest.mark.parametrize("zero_bubble", [False, True])
+def test_a_shared_block_hides_the_exchange_of_tokens_with_experts(share: float, zero_bubble: bool) -> None:
+    """The second half of the block takes the given share of the time that returning rows takes, forward."""
+    flops = HALF / (share * RETURNED / OVERLAP)
+    pp = 2 if zero_bubble else 1
+    plain = Strategy(dp=2, pp=pp, ep=2, micro_batch_tokens=1 << 20, zero_bubble=zero_bubble)
+
+    def find_hidden(kind: Kind, strategy: Strategy = plain) -> float:
+        """Seconds that a layer hides."""
+        seconds = charge_experts(kind, strategy) - charge_experts(kind, strategy, flops=flops)
+        return seconds / (LAYERS / pp)
+
+    forward = min(SENT, 2 * share * RETURNED) + min(RETURNED, share * RETURNED)
+    # Gradients of weights that are computed after the pass hide nothing.
+    both = share if zero_bubble else 2 * share
+    backward = min(SENT, 2 * both * RETURNED) + min(RETURNED, both * RETURNED)
+    assert find_hidden(Kind.INFERENCE) == pytest.approx(forward)
+    assert find_hidden(Kind.TRAIN) == pytest.approx(forward + backward)
+    again = replace(plain, recompute=True)
+    assert find_hidden(Kind.TRAIN, again) == pytest.approx(2 * forward + backward)
+
+
+def test_on_a_cpu_nothing_hides_the_exchange_of_tokens_with_experts() -> None:
+    strategy = Strategy(dp=2, ep=2, micro_batch_tokens=1 << 20)
+    found = charge_experts(Kind.TRAIN, strategy, flops=1e-6, cpu=True)
+    assert found == 2 * LAYERS * (SENT + RETURNED + NUMBERS)
+
+
+def test_a_shared_block_hides_the_exchange_of_prompts_with_experts() -> None:
+    """In decode steps, ranks gather tokens, and nothing hides that. Nor does a prefill compute the last layer, or
+    the last tokens of its prompts."""
+    strategy = Strategy(dp=2, ep=2, micro_batch_tokens=1 << 20)
+    hidden = charge_experts(Kind.GENERATE, strategy) - charge_experts(Kind.GENERATE, strategy, flops=1e-9)
+    assert hidden == pytest.approx((LAYERS - 1) * (SENT + RETURNED) * (3 * 7) / (TOKENS / 2))

@@ -107,29 +107,44 @@ class CallContext:
         )
 
     def token_communication(self, rows: Real) -> DeviceHostTime:
-        """Predict the time in which one CP rank broadcasts the sampled tokens of `rows` rows, in int64."""
+        """Predict the time in which one CP rank broadcasts the sampled tokens of `rows` rows and their
+        log-probabilities, both in float64."""
         return DeviceHostTime(
-            self.network.group("cp").broadcast(8 * rows),
+            self.network.group("cp").broadcast(16 * rows),
             np.where(self.strategies.cp > 1, self.collective_host, 0.0),
         )
 
-    def expert_communication(self, tokens: Real) -> DeviceHostTime:
+    def expert_communication(self, tokens: Real, *, backward: bool = False) -> DeviceHostTime:
         """Predict the time in which EP ranks send a layer's `tokens` of each TP group to their experts and back,
-        forward or backward.
+        forward or backward, as far as the device waits for it.
 
         The ranks exchange the numbers of rows, the rows, their float32 weights, and the outputs. With sequence
-        parallelism, TP ranks also gather the scores of experts.
+        parallelism, TP ranks also gather the scores of experts. Each half of a shared block hides one exchange of
+        rows (`model.expert_parallel`).
         """
         sizes, roofline = self.timing.sizes, self.timing.roofline
         if sizes.ep == 1 or not sizes.experts:
             return DeviceHostTime(0.0)
         group, rows = self.network.group("ep"), tokens * sizes.copies * roofline.busiest
-        width = sizes.shape.hidden_size * self.timing.element_bytes
-        seconds = 2 * group.all_to_all(rows * width) + group.all_to_all(4 * rows)
+        returned = group.all_to_all(rows * sizes.shape.hidden_size * self.timing.element_bytes)
+        sent = returned + group.all_to_all(4 * rows)
+        first, second = self._hide_exchanges(tokens, backward=backward)
+        seconds = np.maximum(0.0, sent - first) + np.maximum(0.0, returned - second)
         seconds = seconds + group.all_to_all(8 * sizes.experts)
         if self.strategies.sequence_parallel and self.strategies.tp > 1:
             seconds = seconds + self.network.group("tp").all_gather(4 * tokens * sizes.experts)
         return DeviceHostTime(seconds, 4 * self.collective_host)
+
+    def _hide_exchanges(self, tokens: Real, *, backward: bool) -> tuple[Real, Real]:
+        """Predict the seconds of communication that the two halves of a layer's shared block can hide."""
+        roofline = self.timing.roofline
+        if not self.timing.sizes.shared_blocks or self.overlap == 0:
+            return 0.0, 0.0
+        if backward:
+            first, second = roofline.shared_block_backward(tokens, apart=self.strategies.zero_bubble)
+        else:
+            first, second = roofline.shared_block(tokens)
+        return self.overlap * first, self.overlap * second
 
     def gather_communication(self, rows: Real) -> DeviceHostTime:
         """Predict the time in which EP ranks gather a layer's tokens in a decode step of `rows` sequences, each

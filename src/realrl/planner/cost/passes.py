@@ -133,6 +133,7 @@ def _list_trained_layers(
     layer_communication = context.layer_communication(size.tokens)
     keys = context.key_communication(size.tokens, chunks)
     experts = context.expert_communication(size.tokens)
+    experts_back = context.expert_communication(size.tokens, backward=True)
     communication_host = layer_communication.host + keys.host + experts.host
     rounds = np.where(context.strategies.recompute, 3, 2)
     updated = context.one_kind.count(context.strategies.stages, within=differentiated)
@@ -148,7 +149,7 @@ def _list_trained_layers(
             ),
             communication=rounds * layer_communication.device,
             keys=rounds * keys.device,
-            experts=rounds * experts.device,
+            experts=(rounds - 1) * experts.device + experts_back.device,
             weights=context.timing.weight_gradients(size),
         ),
         _EqualLayers(
@@ -345,7 +346,7 @@ class _EqualLayers:
     keys: Real = 0.0
     """Seconds in which CP ranks gather a layer's keys and values for one chunk."""
     experts: Real = 0.0
-    """Seconds in which EP ranks exchange a layer's tokens for one chunk."""
+    """Seconds that the device waits while EP ranks exchange a layer's tokens for one chunk."""
     weights: Real = 0.0
     """Part of the layer's seconds for gradients of weights, which no other stage waits for."""
 

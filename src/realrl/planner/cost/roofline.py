@@ -15,7 +15,7 @@ from realrl.planner.operators.tables import TABULATED, Operators, find_operators
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.planner.workload.windows import average_context, average_squares, find_windowed_share
 from realrl.planner.workload.workload import Sampling, compute_imbalance, count_visited_experts
-from realrl.program.arrays import Real
+from realrl.program.arrays import Bools, Real
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +173,35 @@ class Roofline:
             + self._elementwise_backward(tokens)
             + 2 * self.adapters(tokens)
         )
+
+    def shared_block(self, tokens: Real) -> tuple[Real, Real]:
+        """Predict the seconds of the two halves of a mixture's shared block, forward: the first product with the
+        activation, and the second product. They are parts of `layer`."""
+        activation = self._activation(tokens, self.efficiency.activation_passes)
+        first, second = (self.matmul(tokens, *matrix) for matrix in self._shared_shapes)
+        return first + activation, second
+
+    def shared_block_backward(self, tokens: Real, *, apart: Bools) -> tuple[Real, Real]:
+        """Predict the seconds of the two halves of a mixture's shared block, backward: parts of `layer_backward`.
+
+        If the gradients of weights are computed `apart`, after the pass, they do not count.
+        """
+        activation = self._activation(tokens, self.efficiency.activation_backward_passes)
+        first, second = (
+            self.matmul_backward(tokens, *matrix, trained=False)
+            + np.where(apart | self.sizes.frozen_matrices, 0.0, self.matmul(*matrix, tokens))
+            for matrix in self._shared_shapes
+        )
+        return first + activation, second
+
+    @property
+    def _shared_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Sizes of the matrices of a mixture's shared block."""
+        return self.sizes.matrices["gate_up"], self.sizes.matrices["down"]
+
+    def _activation(self, tokens: Real, passes: float) -> Real:
+        """Seconds of the memory traffic of the shared block's activation."""
+        return self.traffic(tokens * self.sizes.gate_up_dim * passes / 2 * self.element_bytes)
 
     def accumulate_gradients(self, tokens: Real) -> Real:
         """Predict the seconds to add the gradients of a layer's matrices to the sums over earlier micro-batches."""

@@ -105,9 +105,12 @@ class LayerMemory:
             entering + up, gate_up + inner, inner + self.hidden + self._added(self.hidden), 2 * self.hidden
         )
         if self.sizes.experts:
-            # The output of the experts is held while a shared block is computed.
-            shared = max(block, 2 * self.hidden) + self.hidden if self.sizes.shared_blocks else 0
-            block = max(entering + self._computed_experts, shared)
+            if self._hides_exchange:
+                block = self._computed_with_shared
+            else:
+                # The output of the experts is held while a shared block is computed.
+                shared = max(block, 2 * self.hidden) + self.hidden if self.sizes.shared_blocks else 0
+                block = max(entering + self._computed_experts, shared)
         joined = 2 * self._qkv + self.sizes.q_dim + self.sizes.kv_dim if self.sizes.qk_norm else 0
         return np.maximum(attention, max(s + joined, 2 * s + block))
 
@@ -218,6 +221,30 @@ class LayerMemory:
         return rows + self._probabilities + self._choices
 
     @property
+    def _hides_exchange(self) -> bool:
+        """Whether a shared block is computed while EP ranks exchange tokens (`model.expert_parallel`)."""
+        sizes = self.sizes
+        return sizes.experts > 0 and sizes.ep > 1 and sizes.shared_blocks > 0 and not self.gathers_tokens
+
+    @property
+    def _computed_with_shared(self) -> float:
+        """Peak elements per token of experts and a shared block without gradients, if the block is computed while
+        tokens are on their way.
+
+        The peak is the largest of four moments. The first two hold the rows that are sent and those that arrive,
+        with the first half of the shared block. The third holds the product of this half while experts are
+        computed. The last holds the outputs that are sent and those that arrive, with the second half.
+        """
+        inner, gate_up = self.sizes.ffn_dim, self.sizes.gate_up_dim
+        moved = 2 * self._rows * self.hidden + self._choices
+        return max(
+            moved + self.hidden + gate_up + self._added(gate_up),
+            moved + gate_up + inner,
+            inner + self._computed_experts,
+            moved + inner + self.hidden + self._added(self.hidden),
+        )
+
+    @property
     def _probabilities(self) -> float:
         """Elements per token for the float32 probabilities of all experts. Sigmoids also need float64 numbers."""
         mixture = self.sizes.shape.mixture
@@ -281,7 +308,18 @@ class LayerMemory:
         ]
         if self.sizes.experts:
             routed = self._expert_moments(tokens)
-            if self.sizes.shared_blocks:
+            if self._hides_exchange:
+                # The second half of the shared block is differentiated while the gradients of outputs move, and the
+                # first half while the gradients of rows move. Then the saved tensors of experts have been freed.
+                moved = 2 * self._rows * hidden
+                first, second, last = moments
+                freed = self._kept_block - self._probabilities - self._choices - self._kept_shared
+                moments = [
+                    second + self.bytes(tokens, moved),
+                    *routed,
+                    *(moment + self.bytes(tokens, gathered + moved - freed) for moment in (first, last)),
+                ]
+            elif self.sizes.shared_blocks:
                 # The shared block is differentiated first. Then its saved tensors are freed, and the gradient of
                 # its input is held.
                 held, after = self.bytes(tokens, gathered), self.bytes(tokens, hidden - self._kept_shared)
