@@ -89,6 +89,7 @@ def nobody_else() -> Iterator[Messages]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", exchanged)
         patch.setattr(dist, "all_reduce", lambda tensor, *_, **__: count("all_reduce", tensor))
+        patch.setattr(dist, "broadcast", lambda tensor, *_, **__: count("broadcast", tensor))
         patch.setattr(dist, "isend", sent)
         patch.setattr(dist, "irecv", arrived)
         patch.setattr(collectives, "_all_gather", gathered)

@@ -8,7 +8,7 @@ BUCKET_ELEMENTS = 2**24
 """Elements in one collective: 64 MiB of float32. That is enough for full bandwidth, and small enough that several
 buckets overlap with computation."""
 
-MERGED_ROWS = 2048
+MERGED_ROWS = 512
 """Maximum number of tokens of a prefill whose results ranks that divide the KV cache merge at a time. Each of them
 holds the results of all ranks meanwhile."""
 

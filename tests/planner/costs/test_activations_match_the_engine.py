@@ -183,6 +183,23 @@ def test_context_parallel_ranks_take_the_predicted_bytes(
     check(kind, StoredModel(GROUPED, "lm", "float32", True), place([strategy]), lengths)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "budget", "samples"),
+    [
+        ("1 1 1 c2", 1 << 20, 1),
+        ("1 1 1 c4", 1 << 20, 1),
+        ("1 2 1 c2", 700, 8),
+        ("1 1 2 c2", 1 << 20, 1),
+        ("1 1 1 c2", 400, 8),
+    ],
+)
+def test_ranks_that_divide_the_cache_allocate_the_predicted_bytes(
+    strategy: str, budget: int, samples: int
+) -> None:
+    model = StoredModel(GROUPED, "lm", "float32", False)
+    check("generate", model, place([strategy], budget), (96,) * 8, samples=samples)
+
+
 def test_finished_rows_keep_no_memory() -> None:
     """Twenty-four rows, of which a pipeline of two stages decodes two at a time."""
     tokens = 2 * (96 + NEW_TOKENS)

@@ -106,6 +106,19 @@ class CallContext:
             np.where(self.strategies.cp > 1, self.collective_host, 0.0),
         )
 
+    def part_communication(self, tokens: Real) -> DeviceHostTime:
+        """Predict the time of a layer's exchanges of CP ranks, if each of them prefills `tokens` tokens of
+        sequences that go on. They gather queries, keys and values, and the outputs of each rank's part of the
+        cache."""
+        sizes, ring = self.timing.sizes, self.network.group("cp")
+        whole = tokens * self.strategies.cp
+        inputs = whole * (sizes.q_dim + 2 * sizes.cache_dim) * self.timing.element_bytes
+        outputs = self.strategies.cp * self.timing.roofline.output_bytes(whole)
+        return DeviceHostTime(
+            ring.all_gather(inputs) + ring.all_gather(outputs),
+            np.where(self.strategies.cp > 1, 2 * self.collective_host, 0.0),
+        )
+
     def token_communication(self, rows: Real) -> DeviceHostTime:
         """Predict the time in which one CP rank broadcasts the sampled tokens of `rows` rows and their
         log-probabilities, both in float64."""

@@ -205,9 +205,9 @@ def _cost_turns(context: CallContext, sizes: GenerationWork) -> dict[str, Floats
     split["compute"] = passes * np.asarray(layers).max(axis=0) * (environment.given > 0)
     sent = sum(kind.counts * kind.expert_communication(each_pass.tokens).device for kind in context.kinds)
     split["experts"] = split["experts"] + passes * np.asarray(sent).max(axis=0) * (environment.given > 0)
-    # For attention, CP ranks gather the cached keys of the rows that return, and those of the new tokens.
-    keys = each_pass.tokens + sizes.rows * environment.turns / passes * known / cp
-    gathered = sum(kind.counts * kind.key_communication(keys, sizes.passes).device for kind in context.kinds)
+    # CP ranks gather the queries, keys and values of the new tokens, and attend with all of them to their parts of
+    # the cache.
+    gathered = sum(kind.counts * kind.part_communication(each_pass.tokens).device for kind in context.kinds)
     split["context"] = split["context"] + passes * np.asarray(gathered).max(axis=0) * (environment.given > 0)
     return split
 

@@ -15,7 +15,7 @@ from realrl.dataflow.call import Candidates
 from realrl.layout.limits import SENDS_PER_STAGE
 from realrl.plan.placement import ELEMENT_BYTES, Dtype
 from realrl.planner.memory.gathered import GatheredMemory
-from realrl.planner.memory.layer import LayerMemory
+from realrl.planner.memory.layer import LayerMemory, Phase
 from realrl.planner.memory.logits import Logits
 from realrl.planner.memory.packed_weights import (
     packed_weight_bytes,
@@ -59,7 +59,7 @@ class Activations:
     """Whether decode steps are CUDA graphs."""
     expert_spread: float = 0.0
     """`Efficiency.expert_spread`."""
-    decoding: bool = False
+    phase: Phase = "pass"
     """See `LayerMemory`."""
 
     def inferring(self, tokens: Real, *, layers: Ints, stage: Ints, chunks: Ints) -> Parts:
@@ -82,14 +82,22 @@ class Activations:
         return _peak(layer, _only(stage == 0, embedded), _only(last, scored))
 
     def generating(
-        self, tokens: Real, *, rows: Real, cached: Real, batches: Ints, layers: Ints, stage: Ints
+        self,
+        tokens: Real,
+        *,
+        rows: Real,
+        cached: Real,
+        batches: Ints,
+        layers: Ints,
+        stage: Ints,
+        resumes: bool,
     ) -> Parts:
         """Compute the peak of a generate call: while weights are packed, in a layer, or while tokens are sampled.
 
         `tokens` counts a rank's prompt tokens of a forward pass, and `cached` the tokens that it stores in the KV
         cache. There are `batches` decode batches of `rows` sequences each. CUDA graphs hold the memory of a decode
         step in a pool of their own. The first step with a number of rows runs without a graph, so it needs this
-        memory once more.
+        memory once more. If it `resumes` rows, the prompts of prefilled rows may be in the cache.
         """
         last = stage == self._last
         held: dict[str, Ints] = {"cache": self.cache(cached, layers)}
@@ -100,13 +108,14 @@ class Activations:
             packing = packing_bytes(self.sizes, self.dtype, head=last)
             moments.append({"packed weights": packed + packing})
             held["packed weights"] = packed
-        decoded = {"activations": replace(self, decoding=True)._forward(rows, stage, batches)}
+        decoded = {"activations": replace(self, phase="decode")._forward(rows, stage, batches)}
         sampled = _only(last, {"logits": self.logits.sampled(rows)})
         if self.decode_graphs:
             held["graphs"] = total(_peak(decoded, sampled))
         # The rank has already allocated buffers to receive the other decode batches.
         expected = (batches - 1) * self._expected(tokens, stage, batches - 1)
-        prefill = {"activations": self._forward(tokens, stage, batches) + expected}
+        prefilled = replace(self, phase="prefill") if resumes else self
+        prefill = {"activations": prefilled._forward(tokens, stage, batches) + expected}
         # A prefill ends with the keys and values of the last layer. If the last stage has only this layer, it
         # computes nothing else.
         received = np.where(stage > 0, self.layer.stream, 0)
@@ -249,7 +258,7 @@ class Activations:
         return [
             LayerMemory(
                 expert_spread=self.expert_spread,
-                decoding=self.decoding,
+                phase=self.phase,
                 sizes=kind.sizes,
                 strategies=self.strategies,
                 element_bytes=self.element_bytes,

@@ -218,6 +218,7 @@ class MemoryModel:
                 batches=generation.batches,
                 layers=layers,
                 stage=stage,
+                resumes=work.samples > 1 or work.environment is not None,
             )
         if cpu and model.exact:
             # Exact forward passes pack each matrix for its product, and free it afterwards.
@@ -230,8 +231,8 @@ class MemoryModel:
         if mixture is not None and (call.records_experts or any(call.replays)):
             each = _EXPERT_BYTES * mixture.per_token
             if generation is not None:
-                # The KV cache also holds the experts that generation records.
-                parts = _add(parts, "cache", each * layers * generation.cache.tokens)
+                # The KV cache also holds the experts that generation records. Each CP rank has those of all tokens.
+                parts = _add(parts, "cache", each * layers * generation.cache.tokens * strategies.cp)
             else:
                 # Host memory, which is device memory on a CPU, holds the experts of all items twice: for the step
                 # and for the call.

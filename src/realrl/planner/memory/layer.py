@@ -7,6 +7,7 @@ operations save for the backward pass. Unless stated otherwise, sizes are elemen
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, reduce
+from typing import Literal
 
 import numpy as np
 
@@ -28,6 +29,10 @@ def added_bytes(elements: int, element_bytes: int) -> int:
     return min(elements, ADDED_ELEMENTS) * (element_bytes + 4) if element_bytes < 4 else 0
 
 
+Phase = Literal["pass", "prefill", "decode"]
+"""Kind of a forward pass: of training or inference, or one of the two kinds of generation."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerMemory:
     """Activation sizes of a layer.
@@ -43,9 +48,10 @@ class LayerMemory:
     lengths: Sequence[tuple[int, ...]]
     expert_spread: float = 0.0
     """`Efficiency.expert_spread`."""
-    decoding: bool = False
-    """Whether this is a decode step. In it, EP ranks gather all tokens (`Matrices.gathers_tokens`). CP ranks do not
-    divide the tokens. They gather the outputs of attention instead of keys and values."""
+    phase: Phase = "pass"
+    """In a decode step, EP ranks gather all tokens (`Matrices.gathers_tokens`), and CP ranks do not divide the
+    tokens, but gather the outputs of attention instead of keys and values. In a prefill of sequences whose prompts
+    are in the cache, CP ranks also gather queries."""
 
     @cached_property
     def hidden(self) -> int:
@@ -92,7 +98,7 @@ class LayerMemory:
             attention += self._float32 * self._heads + self._widened(self._read + queries)
         if self._pads:
             attention += self._padded_rows * (self._read + 5 * queries)
-        if self.decoding:
+        if self.phase == "decode":
             attention = attention + self._merged
         else:
             # Keys and values arrive in the order of ranks, and are copied in packed order.
@@ -177,7 +183,7 @@ class LayerMemory:
     def _rows(self) -> float:
         """Rows of experts per token on the EP rank with the most rows."""
         sizes = self.sizes
-        if self.decoding:
+        if self.phase == "decode":
             return sizes.copies * sizes.ep
         return sizes.copies * compute_imbalance(sizes.experts, sizes.ep, self.expert_spread)
 
@@ -224,7 +230,7 @@ class LayerMemory:
     def _hides_exchange(self) -> bool:
         """Whether a shared block is computed while EP ranks exchange tokens (`model.expert_parallel`)."""
         sizes = self.sizes
-        return sizes.experts > 0 and sizes.ep > 1 and sizes.shared_blocks > 0 and not self.gathers_tokens
+        return sizes.experts > 0 and sizes.ep > 1 and sizes.shared_blocks > 0 and self.phase != "decode"
 
     @property
     def _computed_with_shared(self) -> float:
@@ -428,18 +434,21 @@ class LayerMemory:
     def _gathered(self) -> Ints:
         """Elements, per token of a rank, of the gathered keys and values of all context-parallel ranks.
 
-        If attention pads, every query head also gets its own copy.
+        If attention pads, every query head also gets its own copy. In a prefill, queries may be gathered, too.
         """
         numbers = 2 * self.sizes.cache_dim + (2 * self.sizes.q_dim if self._pads else 0)
+        numbers += self.sizes.q_dim if self.phase == "prefill" else 0
         return np.where(self.strategies.cp > 1, numbers * self.strategies.cp, 0)
 
     @property
     def _merged(self) -> Floats:
         """Elements per row of the attention outputs of all context-parallel ranks in a decode step, each with a
-        float32 log-sum-exp per head. A rank also copies its own, and holds weights of all outputs in float32."""
+        float32 log-sum-exp per head. A rank also copies its own. In float32, it holds scores and weights of all
+        outputs, their sum so far, and the next output times its weight."""
         ranks = self.strategies.cp
         outputs = (ranks + 1) * (self.sizes.q_dim + self._heads * self._float32)
-        return np.where(ranks > 1, outputs + ranks * self._heads * self._float32, 0.0)
+        merging = (2 * ranks * self._heads + 2 * self.sizes.q_dim) * self._float32
+        return np.where(ranks > 1, outputs + merging, 0.0)
 
     @cached_property
     def _padded_rows(self) -> Floats:
