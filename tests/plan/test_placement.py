@@ -83,7 +83,8 @@ def test_context_parallel_ranks_are_neighbours_that_share_items_and_parameters()
     assert [placement.copy_index(rank) for rank in range(8, 16)] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert placement.output_ranks == (16, 20)
     assert placement.strategy.copies == placement.strategy.replicas == 4
-    assert placement.strategy.for_generation() == Strategy(dp=4, tp=2, pp=2)
+    assert placement.strategy.for_generation() == placement.strategy
+    assert placement.strategy.for_generation(exact=True) == Strategy(dp=4, tp=2, pp=2)
 
 
 def test_coordinates_are_counted_pipeline_then_data_then_tensor() -> None:

@@ -166,16 +166,18 @@ class Strategy:
         ep, vpp = by_axis.pop("ep", self.ep), by_axis.pop("vpp", self.vpp)
         return replace(self, degrees=self.degrees.changed(by_axis), ep=ep, vpp=vpp)
 
-    def for_generation(self) -> "Strategy":
+    def for_generation(self, *, exact: bool = False) -> "Strategy":
         """Copy the strategy for a call that generates: every rank stores all parameters that it computes with. A
         token passes each stage once, so there are no virtual stages. In a pipeline, data-parallel ranks cannot
         decode in step, so if they divide experts, TP ranks cut experts like other matrices instead.
 
         Context-parallel ranks stay together. If each of them took items of its own, it would need a KV cache of
-        `micro_batch_tokens` alone, and a second copy of the parameters, because this would be another layout.
+        `micro_batch_tokens` alone, and a second copy of the parameters, because this would be another layout. But
+        with `exact`, they take items of their own, because ranks that divide a cache round differently.
         """
         ep = 1 if self.decodes_together and self.pp > 1 else self.ep
-        return replace(self.with_degrees(ep=ep, vpp=1), zero=1, recompute=False, zero_bubble=False)
+        apart = {"dp": self.copies, "cp": 1} if exact else {}
+        return replace(self.with_degrees(**apart, ep=ep, vpp=1), zero=1, recompute=False, zero_bubble=False)
 
     def for_experts(self) -> "Strategy":
         """Make the strategy of the experts alone, which determines their layout.

@@ -267,16 +267,15 @@ class Plan:
                 placements[call.name] = replace(place, strategy=replace(place.strategy, recompute=True))
         return replace(self, placements=placements)
 
-    def evaluation(self, eval_graph: DataflowGraph, graph: DataflowGraph) -> "Plan":
+    def evaluation(self, eval_graph: DataflowGraph, graph: DataflowGraph, *, exact: bool = False) -> "Plan":
         """Derive the plan of an evaluation that uses roles of `graph`, the graph of this plan.
 
         An evaluation call has the placement of the call with the same name. If there is none, it has the placement
         of another call of its role: a call of the same kind or, failing that, a call that does not generate. A
-        function that the training step does not have runs on all devices.
+        function that the training step does not have runs on all devices. `exact`: see `check_exact`.
         """
         placements = {}
         for call in eval_graph.calls:
-            like = call
             if call.role is not None:
                 like = min(
                     graph.role_calls(call.role),
@@ -289,7 +288,7 @@ class Plan:
                 place = function_placement(Mesh(0, self.cluster.size))
             strategy = place.strategy
             if call.kind is Kind.GENERATE:
-                strategy = strategy if like.kind is Kind.GENERATE else strategy.for_generation()
+                strategy = strategy.for_generation(exact=exact)
             else:
                 strategy = replace(
                     strategy, recompute=False, zero_bubble=False, zero=3 if strategy.shards_parameters else 1

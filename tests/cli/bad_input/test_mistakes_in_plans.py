@@ -81,10 +81,6 @@ PLANS: list[tuple[str, str]] = [
         "actor.generate: zero=3 would gather all parameters for every token that is generated",
     ),
     (
-        CALLS.replace("actor.generate: {mesh: 0-1, dp: 2}", "actor.generate: {mesh: 0-1, dp: 1, cp: 2}"),
-        "actor.generate: cp=2 divides the tokens of sequences that are given",
-    ),
-    (
         CALLS.replace("actor.train: {mesh: 0-1, dp: 2}", "actor.train: {mesh: 0-1, dp: 2, dtype: bfloat16}"),
         "dtype is for calls that do not train",
     ),

@@ -192,7 +192,8 @@ def make_job(
     compile_phase = partial(_compile_phase, homes=homes, kept=kept, models=models)
     phases = {"train": compile_phase(graph, plan)}
     if experiment.eval_graph is not None:
-        phases["eval"] = compile_phase(experiment.eval_graph, plan.evaluation(experiment.eval_graph, graph))
+        evaluating = plan.evaluation(experiment.eval_graph, graph, exact=experiment.exact)
+        phases["eval"] = compile_phase(experiment.eval_graph, evaluating)
     sampled = None
     if (rounds := experiment.spec.sampling_rounds(experiment)) != 1:
         sampling = compile_phase(graph.upstream(SCORE), plan)
@@ -219,7 +220,8 @@ def make_evaluation_job(
     plan.check(experiment.graph, models.shapes)
     if experiment.exact:
         plan.check_exact(experiment.graph)
-    used = replace(plan.evaluation(graph, experiment.graph), offload_optimizer=(), keep=())
+    evaluating = plan.evaluation(graph, experiment.graph, exact=experiment.exact)
+    used = replace(evaluating, offload_optimizer=(), keep=())
     homes = home_placements(graph, used)
     phase = _compile_phase(graph, used, homes=homes, kept={}, models=models)
     return Job(experiment, models, used, homes, {}, [], {"eval": phase})
