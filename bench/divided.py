@@ -5,7 +5,8 @@ on 2 processes. They take turns, step by step. A ratio is the seconds of a step 
 those of the way: above 1, the way is faster. Predicted ratios come from the cost model of CPUs without a profile.
 
 train: sequences of 512 tokens, or one long sequence of 6,144 tokens, which only tensor and context parallelism
-divide. generate: 32 prompts of 32 tokens with answers of 48 tokens. pipeline: 4 micro-batches of 512 tokens.
+divide. generate: 32 prompts of 32 tokens with answers of 48 tokens, or one prompt of 6,144 tokens. pipeline: 4
+micro-batches of 512 tokens.
 
     python bench/divided.py [--rounds 5] [--calls train generate ...] [--json FILE]
 """
@@ -70,6 +71,12 @@ GENERATE: Ways = {
     "dp=4 ep=4": {"dp": 4, "ep": 4},
     "dp=2 tp=2 ep=4": {"dp": 2, "tp": 2, "ep": 4},
 }
+GENERATE_LONG: Ways = {
+    "tp=4": {"tp": 4},
+    "cp=4": {"cp": 4},
+    "tp=2 cp=2": {"tp": 2, "cp": 2},
+    "pp=4": {"pp": 4},
+}
 PIPELINE: Ways = {
     "pp=2": {"pp": 2},
     "vpp=2": {"pp": 2, "vpp": 2},
@@ -80,6 +87,7 @@ SETS: Mapping[str, tuple[Ways, list[int], int]] = {
     "train": (TRAIN, [512] * 16, 0),
     "train long": (LONG, [6144], 0),
     "generate": (GENERATE, [32] * 32, 48),
+    "generate long": (GENERATE_LONG, [6144], 48),
     "pipeline": (PIPELINE, [512] * 4, 0),
 }
 """Name -> ways, lengths of sequences or prompts, and tokens of answers."""
@@ -183,7 +191,7 @@ def main() -> None:
             store, out = (str(Path(scratch) / name) for name in ("store", "out"))
             mp.spawn(run_rank, (world, names, store, arguments.rounds, out), world)
             measured |= torch.load(out)
-    print(f"{'call':11} {'way':15} {'seconds':>8} {'ratio':>6} {'range':>12} {'predicted':>10}")
+    print(f"{'call':13} {'way':15} {'seconds':>8} {'ratio':>6} {'range':>12} {'predicted':>10}")
     for name, of_ways in measured.items():
         ways, first = SETS[name][0], next(iter(of_ways))
         for way, seconds in of_ways.items():
@@ -197,7 +205,7 @@ def main() -> None:
             results.add(f"{name} {way}", row)
             low, high = row["range"]
             print(
-                f"{name:11} {way:15} {row['seconds']:8.3f} {row['ratio']:6.2f} {low:5.2f} - {high:4.2f}"
+                f"{name:13} {way:15} {row['seconds']:8.3f} {row['ratio']:6.2f} {low:5.2f} - {high:4.2f}"
                 f" {row['predicted']:10.2f}"
             )
 

@@ -51,7 +51,7 @@ CASES = (
 )
 """Algorithm, number of processes and plan of each case: a preset, or degrees that all calls have. With `ep`,
 models are mixtures, and ranks divide their experts in generation, too. With `cp`, some prompts are so long that
-ranks must divide them."""
+ranks must divide them. In generation, ranks divide the KV cache."""
 MICRO_BATCH_TOKENS = 256
 LONG, LONG_TOKENS = 4, 160
 """With `cp`, every `LONG`-th prompt has about so many tokens. One rank of a pool of two has no room for them."""
