@@ -11,12 +11,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from realrl.config.errors import UserError
 from realrl.engine.buffers import FlatBuffer
-from realrl.families.adapter_config import ADAPTER_CONFIG, adapter_tensors, find_adapters
+from realrl.families.adapter_config import ADAPTER_CONFIG, ADAPTER_FILE, adapter_tensors, find_adapters
 from realrl.families.adapters import LowRank
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
 from realrl.huggingface import model_files
-from realrl.huggingface.adapters import ADAPTER_FILE
 from realrl.layout.layout import build_layout
 from realrl.layout.shard import Shard
 from realrl.model.group import make_single_rank_group

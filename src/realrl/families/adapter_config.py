@@ -20,6 +20,7 @@ from realrl.families.shape import Head
 from realrl.families.tensors import TensorSpec
 
 ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_FILE = "adapter_model.safetensors"
 _TASKS: Mapping[Head, str] = {"lm": "CAUSAL_LM", "scalar": "SEQ_CLS"}
 _TRAINING = (
     "auto_mapping inference_mode revision lora_dropout exclude_modules layers_to_transform layers_pattern"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from realrl.config.errors import UserError, join
-from realrl.families.adapter_config import ADAPTER_CONFIG, SavedAdapters
+from realrl.families.adapter_config import ADAPTER_CONFIG, ADAPTER_FILE, SavedAdapters
 from realrl.families.adapters import (
     ADAPTERS,
     LORA_A,
@@ -25,7 +25,6 @@ from realrl.families.tensors import TensorSpec
 from realrl.huggingface.headers import StoredTensor, check_type, open_file, read_header
 from realrl.huggingface.tensor_conversion import read_parts
 
-ADAPTER_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """Prefix of all tensor names in PEFT's adapter files."""
 _RECENT = 4

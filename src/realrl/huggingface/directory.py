@@ -3,6 +3,7 @@
 Does not import torch.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any
 from realrl.config.errors import UserError
 from realrl.config.json_file import read_json
 from realrl.config.paths import is_local, local_path
-from realrl.families.adapter_config import ADAPTER_CONFIG, SavedAdapters, find_adapters
+from realrl.families.adapter_config import ADAPTER_CONFIG, ADAPTER_FILE, SavedAdapters, find_adapters
 from realrl.families.config_json import read_config
 from realrl.families.shape import ModelShape
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.model import ModelConfig, TrainedModelConfig
+
+_SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
@@ -65,6 +68,15 @@ def known_adapters(path: str | Path) -> SavedAdapters | None:
 
     cached = try_to_load_from_cache(str(path), ADAPTER_CONFIG)
     return find_adapters(Path(cached).parent) if isinstance(cached, str) else None
+
+
+def adapts_single_experts(saved: SavedAdapters) -> bool:
+    """Return whether saved adapters belong to single experts, as in files of earlier versions of PEFT. Such
+    adapters can only be merged."""
+    from realrl.huggingface.headers import read_header
+
+    file = saved.directory / ADAPTER_FILE
+    return file.exists() and any(_SINGLE_EXPERT.search(tensor.name) for tensor in read_header(file, None))
 
 
 def find_base(path: str | Path) -> str | Path:

@@ -15,14 +15,14 @@ from realrl.config.errors import UserError
 from realrl.config.files import partial_path
 from realrl.config.json_file import read_json
 from realrl.engine.finite import all_finite
-from realrl.families.adapter_config import ADAPTER_CONFIG, adapter_tensors, write_adapter_config
+from realrl.families.adapter_config import ADAPTER_CONFIG, ADAPTER_FILE, adapter_tensors, write_adapter_config
 from realrl.families.adapters import ADAPTERS
 from realrl.families.config_json import shape_to_hf
 from realrl.families.quantisation import is_scale
 from realrl.families.registry import find_family, model_tensors
 from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import TensorSpec
-from realrl.huggingface.adapters import ADAPTER_FILE, PREFIX, AdapterFile
+from realrl.huggingface.adapters import PREFIX, AdapterFile
 from realrl.huggingface.directory import (
     CONFIG,
     GENERATION_CONFIG,

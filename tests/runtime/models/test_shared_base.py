@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
@@ -17,8 +17,9 @@ from realrl.plan.cluster import Cluster
 from realrl.program.memory import Memory
 from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.job import make_job
-from tests.conftest import PPO_CALLS, World, read_metrics, thin
+from tests.conftest import PPO_CALLS, World, build_world, read_metrics, thin
 from tests.runtime.checkpoints.interrupted import interrupt
+from tests.runtime.checkpoints.test_expert_plans import SHAPE
 from tests.runtime.models.test_offload import home, prepared
 
 PLAN = {
@@ -141,6 +142,25 @@ def test_a_reference_keeps_its_adapters_apart_from_one_base(world: World, tmp_pa
     (less, ours), (more, expected) = runs
     assert less < more
     check_equal(ours, expected, rel=1e-3)
+
+
+def test_a_reference_whose_adapters_belong_to_single_experts_has_a_base_of_its_own(tmp_path: Path) -> None:
+    """Earlier versions of PEFT saved such adapters. They are merged."""
+    world = build_world(tmp_path / "world", SHAPE)
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    settings = {"peft_type": "LORA", "base_model_name_or_path": world.actor, "r": 2, "lora_alpha": 2.0}
+    modules = {"target_modules": ["gate_proj"]}
+    (saved / "adapter_config.json").write_text(json.dumps(settings | modules))
+    module = "base_model.model.model.layers.1.mlp.experts.3.gate_proj"
+    rows, columns = load_file(f"{world.actor}/model.safetensors")[f"{module[17:]}.weight"].shape
+    save_file(
+        {f"{module}.lora_A.weight": torch.ones(2, columns), f"{module}.lora_B.weight": torch.ones(rows, 2)},
+        saved / "adapter_model.safetensors",
+    )
+    ready = prepared(recipe(world, tmp_path / "run", models__ref__path=str(saved)))
+    assert [*home(ready, "actor").sets] == [BASE, TUNED]
+    assert [*home(ready, "ref").sets] == [BASE]
 
 
 @pytest.mark.parametrize("cluster", thin(["1x2", "1x1"], 2))

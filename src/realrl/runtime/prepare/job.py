@@ -16,7 +16,12 @@ from realrl.families.adapters import LowRank
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
 from realrl.families.sizes import estimate_attention_cost
-from realrl.huggingface.directory import find_model_shape, known_adapters, known_shape
+from realrl.huggingface.directory import (
+    adapts_single_experts,
+    find_model_shape,
+    known_adapters,
+    known_shape,
+)
 from realrl.layout.sets import TrainablePart
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import DTYPES, Placement
@@ -473,7 +478,8 @@ def _find_adapters(
             found[role] = found[source]
         elif _is_frozen(role, configs) and config.path is not None and is_local(config.path):
             saved = known_adapters(config.path)
-            if saved is not None and saved.lora.targets and _name_base(config) in trained_for:
+            shares = saved is not None and saved.lora.targets and _name_base(config) in trained_for
+            if saved is not None and shares and not adapts_single_experts(saved):
                 found[role] = saved.lora
     return found
 
