@@ -114,7 +114,7 @@ class Model:
         """Whether forward passes have collectives of ranks with different micro-batches: under ZeRO-3, and if such
         ranks divide the experts."""
         strategy = self.layout.placement.strategy
-        return strategy.shards_parameters or self.decodes_together
+        return strategy.shards_parameters or strategy.spreads_experts
 
     @property
     def decodes_together(self) -> bool:

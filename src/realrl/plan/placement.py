@@ -241,9 +241,24 @@ class Strategy:
         return axes_dividing(Divided.LAYERS, *copies, Divided.MATRICES, Divided.EXPERTS)
 
     @property
-    def decodes_together(self) -> bool:
-        """Whether experts are divided among data-parallel ranks, so that these generate in step."""
+    def spreads_experts(self) -> bool:
+        """Whether experts are divided among ranks of several TP groups. These may have different items, so their
+        passes have collectives in common."""
         return self.tp % self.ep > 0
+
+    @property
+    def replicas_in_step(self) -> int:
+        """Number of data-parallel replicas that divide experts among themselves, and so generate in step."""
+        replica = self.cp * self.tp
+        if replica % self.ep == 0:
+            return 1
+        # If groups of `ep` ranks begin or end inside replicas, every replica waits for others.
+        return self.dp if self.ep % replica else self.ep // replica
+
+    @property
+    def decodes_together(self) -> bool:
+        """Whether data-parallel replicas generate in step."""
+        return self.replicas_in_step > 1
 
     def can_generate(self, portions: int = 1) -> bool:
         """Check whether a call that generates accepts this strategy. `portions`: see `Call.portions`."""

@@ -244,13 +244,13 @@ class Plan:
                 raise UserError(
                     f"plan: {call.name}: ep={strategy.ep} divides experts among data-parallel ranks, which then"
                     f" decode in step; that has no pipeline, so leave pp={strategy.pp} out, or set ep to a divisor"
-                    f" of tp ({strategy.tp})"
+                    f" of cp x tp ({strategy.cp * strategy.tp})"
                 )
             if call.kind is Kind.GENERATE and strategy.decodes_together and call.portions > 1:
                 raise UserError(
                     f"plan: {call.name}: ep={strategy.ep} divides experts among data-parallel ranks, which then"
                     " decode in step, but they hand on portions at different times; set ep to a divisor of"
-                    f" tp ({strategy.tp}), or leave asynchrony.portions out"
+                    f" cp x tp ({strategy.cp * strategy.tp}), or leave asynchrony.portions out"
                 )
         training = [call.name for call in calls if call.kind is Kind.TRAIN]
         if len({(self[name].layout, self[name].strategy.zero) for name in training}) > 1:

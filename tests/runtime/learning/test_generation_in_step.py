@@ -72,6 +72,7 @@ PLANS = {
     "d4 t1 p1 e2": 4,
     "d2 c2 t1 p1 e4": 4,
     "d1 c2 t1 p2": 4,
+    "d1 c2 t1 p2 e2": 4,
 }
 """Strategies of all calls, and the number of processes."""
 

@@ -32,7 +32,11 @@ class Lockstep:
 
     def __init__(self, model: Model) -> None:
         self._device = model.device
-        self._group: Group | None = model.groups.experts if model.decodes_together else None
+        strategy, groups = model.layout.placement.strategy, model.groups
+        self._group: Group | None = None
+        if model.decodes_together:
+            whole_replicas = strategy.ep % (strategy.cp * strategy.tp) == 0
+            self._group = groups.experts if whole_replicas else groups.mesh
 
     @property
     def joint(self) -> bool:

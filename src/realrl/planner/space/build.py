@@ -479,7 +479,7 @@ class _Builder:
         if strategy.ep == 1:
             return True
         portions = self.portions if call.name == self.apart else call.portions
-        return strategy.decodes_together and strategy.can_generate(portions)
+        return strategy.spreads_experts and strategy.can_generate(portions)
 
     def _dtypes(self, call: Call) -> tuple[Dtype | None, ...]:
         """Return the data types that a call's parameters may have. None means the model's own type."""

@@ -77,13 +77,11 @@ def split_generation(work: CallWork, strategy: Strategy, *, cpu: bool) -> Genera
         new_tokens=work.room,
         block_tokens=block_tokens,
     )
-    # Consecutive ranks divide experts, so these are all CP ranks of a data-parallel rank, or a part of them.
-    together = -(-strategy.ep // (strategy.tp * strategy.cp)) if strategy.decodes_together else 1
     sizes = GenerationRows(
         rows=rows,
         prompts=prompts,
         cache=cache,
-        together=together,
+        together=strategy.replicas_in_step,
         batches=min(strategy.pp, cache.rows),
     )
     passes = _split_prompts(work, sizes, count_prefill_tokens(cpu=cpu))
