@@ -67,6 +67,14 @@ def test_ranks_that_divide_the_cache_find_together_what_one_rank_finds(
     torch.testing.assert_close(merge(found), expected, atol=5e-6, rtol=5e-5)
 
 
+def test_outputs_of_ranks_are_rounded_only_when_they_have_been_merged() -> None:
+    case = make_case(*ROWS["shared prompts"], heads=6, kv_heads=2, dim=64, dtype=torch.bfloat16)
+    expected, parts = attend_by_row(case), divide(case, 4)
+    found = [attend_to_cache(of.qkv, of.cache.k[0], of.cache.v[0], of.rows, of.heads) for of in parts]
+    assert {output.dtype for output, _ in found} == {torch.float32}
+    torch.testing.assert_close(merge(found), expected, atol=1e-5, rtol=1e-4)
+
+
 def test_only_the_rank_that_holds_the_newest_token_stores_it() -> None:
     case = make_case(*ROWS["shared prompts"], heads=4, kv_heads=2, dim=32)
     parts = divide(case, 2)

@@ -8,9 +8,9 @@ BUCKET_ELEMENTS = 2**24
 """Elements in one collective: 64 MiB of float32. That is enough for full bandwidth, and small enough that several
 buckets overlap with computation."""
 
-MERGED_ROWS = 512
-"""Maximum number of tokens of a prefill whose results ranks that divide the KV cache merge at a time. Each of them
-holds the results of all ranks meanwhile."""
+MERGED_ROWS = 4096
+"""Maximum number of rows that ranks that divide the KV cache gather at a time in a prefill, each with the results
+of one rank for a token."""
 
 GATHER_STAGES = 4
 """Groups of buckets that are updated and all-gathered in turn; each all-gather runs during the next update.

@@ -13,7 +13,7 @@ from torch.autograd import Function
 
 from realrl.model.attention import attend_to_spans
 from realrl.model.attention_rule import AttentionRule
-from realrl.model.group import all_gather, reduce_scatter
+from realrl.model.group import reduce_scatter
 from realrl.model.packing import TokenShare
 from realrl.model.tensor_parallel import sum_parts
 
@@ -28,12 +28,7 @@ class ContextParallel:
         """Compute `varlen_attention` of this rank's tokens. [n, (heads + 2 kv_heads) * D] -> [n, heads * D]"""
         width = qkv.shape[1] // (heads + 2 * kv_heads) * heads
         q, own = qkv.split((width, qkv.shape[1] - width), 1)
-        return self.attend_to(q, self.gather(own), heads, kv_heads, rule, exact=exact)
-
-    def gather(self, own: Tensor) -> Tensor:
-        """Gather rows of all ranks in packed order; padding comes last. [n, C] -> [n * ranks, C]"""
-        gathered: Tensor = _GatherTokens.apply(own, self.share)
-        return gathered
+        return self.attend_to(q, _GatherTokens.apply(own, self.share), heads, kv_heads, rule, exact=exact)
 
     def attend_to(
         self, q: Tensor, kv: Tensor, heads: int, kv_heads: int, rule: AttentionRule, *, exact: bool
@@ -65,9 +60,7 @@ class _GatherTokens(Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, share: TokenShare) -> Tensor:
         ctx.share = share
-        buffer = own.new_empty(share.group.size * len(own), own.shape[1])
-        all_gather(buffer, own.contiguous(), share.group)
-        return buffer.index_select(0, share.order)
+        return share.gather(own)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -102,7 +102,7 @@ class PagedCache:
         """
         if not exact:
             found = attend_to_cache(qkv, self.k[layer], self.v[layer], rows, heads, rule)
-            return merge_parts(found, self._group)
+            return merge_parts(found, self._group, qkv.dtype)
         assert self.part.ranks == 1, "results of ranks that divide keys are not exact"
         kv_heads = self.k.shape[2]
         k, v = qkv.view(len(qkv), heads + 2 * kv_heads, -1)[:, heads:].split(kv_heads, 1)
@@ -123,6 +123,8 @@ class PagedCache:
         [share.count, heads * D]"""
         rows = qkv.split([len(runs.own_lengths) for runs in parts])
         return share.select_rows(
-            merge_parts(attend_to_runs(of, self.k[layer], self.v[layer], runs, heads, rule), self._group)
+            merge_parts(
+                attend_to_runs(of, self.k[layer], self.v[layer], runs, heads, rule), self._group, qkv.dtype
+            )
             for of, runs in zip(rows, parts, strict=True)
         )

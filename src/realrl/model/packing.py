@@ -194,6 +194,13 @@ class TokenShare:
     def piece_tokens(self) -> int:
         return self.count // 2
 
+    def gather(self, own: Tensor) -> Tensor:
+        """Gather rows of all ranks in packed order, without gradient; padding comes last. [count, C] -> [count *
+        ranks, C]"""
+        buffer = own.new_empty(self.group.size * len(own), own.shape[1])
+        all_gather(buffer, own.contiguous(), self.group)
+        return buffer.index_select(0, self.order)
+
     def select(self, values: Tensor, padding: int = 0) -> Tensor:
         """Select the values of this rank's tokens. [T, ...] -> [count, ...]"""
         missing = sum(self.padded_lengths) - self.tokens
@@ -221,8 +228,11 @@ class EvenShare:
         return padded[self.group.index * self.count :][: self.count]
 
     def select_rows(self, parts: Iterable[Tensor]) -> Tensor:
-        """Select this rank's rows from consecutive parts of all rows; those of padding are 0. [any, C] each ->
-        [count, C]"""
+        """Select this rank's rows from consecutive parts of all rows; those of padding are 0. A single rank has one
+        part. [any, C] each -> [count, C]"""
+        if self.group.size == 1:
+            (everything,) = parts
+            return everything
         found, begin = [], self.group.index * self.count
         for rows in parts:
             found.append(rows[max(0, begin) : max(0, begin + self.count)])
@@ -452,6 +462,33 @@ class Prefill:
     stored: tuple[Tensor, CachePlaces] | None = None
     """If ranks divide the cache: which of the T tokens this rank stores [N] int64, and their places among its
     own."""
+
+    @property
+    def divided(self) -> bool:
+        """Whether several ranks divide the cache and these tokens."""
+        return self.stored is not None
+
+    def split(self, own: Tensor) -> tuple[Tensor, Tensor]:
+        """Split the values of this rank's tokens into those of whole sequences and those of parts. [n, C]"""
+        first = len(own) - self.share.count
+        return own[:first], own[first:]
+
+    def gather_whole(self, own: Tensor) -> Tensor:
+        """Gather the values of whole sequences, with padding at the end, if several ranks divide them."""
+        return own if self.whole is None or self.whole.share is None else self.whole.share.gather(own)
+
+    def join(self, of_whole: Tensor, of_parts: Tensor) -> Tensor:
+        """Join the gathered values of whole sequences, whose padding is dropped, and of parts. -> [T, C]"""
+        if self.whole is not None and self.whole.share is not None:
+            of_whole = of_whole[: self.whole.share.tokens]
+        return torch.cat((of_whole, of_parts)) if len(of_parts) else of_whole
+
+    def collect(self, own: Tensor) -> Tensor:
+        """Collect the values of all tokens. [n, C] -> [T, C]"""
+        if not self.divided:
+            return own
+        of_whole, of_parts = self.split(own)
+        return self.join(self.gather_whole(of_whole), self.share.gather(of_parts))
 
 
 def _arrange_blocks(spans: Spans, run_rows: int) -> BlockedKeys:

@@ -119,8 +119,8 @@ class CachedRows:
 
 
 Attended = tuple[Tensor, Tensor]
-"""Output of attention to the keys of a rank [B, heads * D], and the log2 of the sum of the exponentials of each
-query's scores [B, heads] float32, -inf if the rank holds none of its keys."""
+"""Output of attention to the keys of a rank [B, heads * D], in float32 if ranks divide the keys, and the log2 of
+the sum of the exponentials of each query's scores [B, heads] float32, -inf if the rank holds none of its keys."""
 
 
 @torch.library.custom_op("realrl::attend_to_blocks", mutates_args=("k", "v"), device_types="cuda")
@@ -146,8 +146,14 @@ def _(
     qkv: Tensor, k: Tensor, v: Tensor, prompt_tables: Tensor, prompt_lengths: Tensor, own_tables: Tensor,
     own_lengths: Tensor, heads: int, window: int, cap: float, sinks: Tensor | None, ranks: int, index: int,
 ) -> Attended:  # fmt: skip
-    out = qkv.new_empty(len(qkv), heads * k.shape[3])
+    dtype = find_output_dtype(qkv.dtype, ranks)
+    out = qkv.new_empty(len(qkv), heads * k.shape[3], dtype=dtype)
     return out, qkv.new_empty(len(qkv), heads, dtype=torch.float32)
+
+
+def find_output_dtype(dtype: torch.dtype, ranks: int) -> torch.dtype:
+    """Find the type of a rank's output. If outputs are merged, they are rounded only afterwards."""
+    return dtype if ranks == 1 else torch.float32
 
 
 def attend_to_cache(
@@ -189,7 +195,7 @@ def _attend_on_cpu(
         prompts * kv_heads, qkv.float(), *pools, *tables, rows.prompt_starts, *sizes, *rule.for_kernel(heads),
         rows.part.ranks, rows.part.index, out, sums, claim=claim,
     )  # fmt: skip
-    return out.to(qkv.dtype), sums
+    return out.to(find_output_dtype(qkv.dtype, rows.part.ranks)), sums
 
 
 def _view_addresses(pool: Tensor) -> Tensor:
@@ -231,7 +237,7 @@ def attend_to_runs(
     )
     sums = torch.empty(len(qkv), heads, device=qkv.device)
     if on_gpu(qkv):
-        out = qkv.new_empty(len(qkv), heads * dim)
+        out = qkv.new_empty(len(qkv), heads * dim, dtype=find_output_dtype(qkv.dtype, part.ranks))
         launch = load_kernels().exact.launch_run_attention
         launch(
             qkv.contiguous(),
@@ -256,21 +262,19 @@ def attend_to_runs(
         pieces, qkv.float(), *pools, *tables, *sizes, *rule.for_kernel(heads), part.ranks, part.index, out,
         sums, claim=1,
     )  # fmt: skip
-    return out.to(qkv.dtype), sums
+    return out.to(find_output_dtype(qkv.dtype, part.ranks)), sums
 
 
-def merge_parts(found: Attended, group: Group) -> Tensor:
+def merge_parts(found: Attended, group: Group, dtype: torch.dtype) -> Tensor:
     """Merge what the ranks of a group have found for the same queries, each in its own part of the keys. All ranks
-    get the same result, bit for bit. -> [B, heads * D]"""
+    get the same result, bit for bit. -> [B, heads * D] `dtype`"""
     outputs, sums = found
     if group.size == 1:
         return outputs
-    own = torch.cat((outputs.view(torch.uint8), sums.view(torch.uint8)), 1)
+    width = outputs.shape[1]
+    own = torch.cat((outputs, sums), 1)
     buffer = own.new_empty(group.size, *own.shape)
     all_gather(buffer.view(-1, own.shape[1]), own, group)
-    width = own.shape[1] - 4 * sums.shape[1]
-    weights = torch.softmax(buffer[:, :, width:].view(torch.float32) * _LN_2, 0)
-    merged = torch.zeros(*sums.shape, outputs.shape[1] // sums.shape[1], device=sums.device)
-    for of_rank, weight in zip(buffer[:, :, :width].view(outputs.dtype), weights, strict=True):
-        merged += of_rank.view(merged.shape) * weight.unsqueeze(-1)
-    return merged.to(outputs.dtype).flatten(1)
+    weights = torch.softmax(buffer[:, :, width:] * _LN_2, 0)
+    each = buffer[:, :, :width].view(*weights.shape, width // weights.shape[2])
+    return each.mul_(weights.unsqueeze(-1)).sum(0).flatten(1).to(dtype)

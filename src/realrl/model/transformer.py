@@ -199,19 +199,6 @@ class Transformer(nn.Module):
         kv_heads = self.cache_kv_heads
         width = heads * self.shape.head_dim
         exact = self._products.exact
-        cp = None if tokens.whole is None else self._make_cp(tokens.whole)
-        first = len(tokens.positions) - tokens.share.count
-        """Index of the first token of parts."""
-
-        def join(of_whole: Tensor, of_parts: Tensor) -> Tensor:
-            """Join values of all tokens. Those of whole sequences may have padding at the end."""
-            if not tokens.share.tokens:
-                return of_whole if cp is None else of_whole[: cp.share.tokens]
-            return torch.cat((of_whole if cp is None else of_whole[: cp.share.tokens], of_parts))
-
-        def gather(own: Tensor) -> Tensor:
-            """Gather the values of whole sequences."""
-            return own if cp is None else cp.gather(own)
 
         def store(layer: int, kv: Tensor) -> None:
             """Store the keys and values, side by side, of all tokens."""
@@ -223,22 +210,27 @@ class Transformer(nn.Module):
 
         def attend(layer: int, qkv: Tensor, rule: AttentionRule) -> Tensor:
             qkv = self._repeat_kv_heads(qkv)
-            kv, of_parts = gather(qkv[:first, width:]), tokens.share.gather(qkv[first:])
+            of_whole, of_parts = tokens.split(qkv)
             # Parts of sequences read keys that this pass may store for other parts.
-            store(layer, join(kv, of_parts[:, width:]))
+            if tokens.divided:
+                kv, of_parts = tokens.gather_whole(of_whole[:, width:]), tokens.share.gather(of_parts)
+                store(layer, tokens.join(kv, of_parts[:, width:]))
+            else:
+                kv = of_whole
+                store(layer, qkv[:, width:])
             found = []
-            if cp is not None:
-                found.append(cp.attend_to(qkv[:first, :width], kv, heads, kv_heads, rule, exact=exact))
+            if tokens.whole is not None and tokens.whole.share is not None:
+                cp = ContextParallel(tokens.whole.share)
+                found.append(cp.attend_to(of_whole[:, :width], kv, heads, kv_heads, rule, exact=exact))
             elif tokens.whole is not None:
-                found.append(varlen_attention(qkv[:first], tokens.whole, heads, kv_heads, rule, exact=exact))
+                found.append(varlen_attention(of_whole, tokens.whole, heads, kv_heads, rule, exact=exact))
             if tokens.parts:
                 found.append(cache.attend_to_parts(layer, of_parts, tokens.parts, heads, rule, tokens.share))
             return torch.cat(found) if len(found) > 1 else found[0]
 
         def collect_experts(experts: Tensor) -> Tensor:
             # Not every backend gathers 16-bit integers.
-            own = experts.view(torch.uint8)
-            return join(gather(own[:first]), tokens.share.gather(own[first:])).view(experts.dtype)
+            return tokens.collect(experts.view(torch.uint8)).view(experts.dtype)
 
         record = None if cache.experts is None else cache.record(tokens.places, collect_experts)
         tp = TensorParallel(self.tensor_group, len(tokens.positions))
@@ -250,7 +242,7 @@ class Transformer(nn.Module):
             return x
         last = cast(Layer, self.layers[count])
         kv = self._repeat_kv_heads(last.compute_qkv(x, tables[count], tp, self._matrices))[:, width:]
-        store(count, join(gather(kv[:first]), tokens.share.gather(kv[first:])))
+        store(count, tokens.collect(kv))
         if record is not None:
             record.skip(count)
         return None

@@ -27,8 +27,8 @@ READ = make_cluster(memory_bytes_per_s=1.0)
 COMPUTE = make_cluster(bf16_flops=1.0, fp32_flops=1.0)
 ITEMS, PROMPT, ANSWER, LAYERS = 8, 16, 16, 4
 STEP = Workload(ITEMS, (PROMPT,), (ANSWER,), ANSWER)
-OUTPUT = 128 * 2 + 4 * 8
-"""Bytes of a row's attention output in bfloat16, with a float32 log-sum-exp for each of eight heads."""
+OUTPUT = 4 * (128 + 8)
+"""Bytes of a row's attention output, with a log-sum-exp for each of eight heads, in float32."""
 LONG = Workload(64, (4096,), (28672,), 28672)
 DEVICES = ClusterSpec.parse("h100:2x8")
 
@@ -95,8 +95,8 @@ def test_a_prefill_of_the_last_layer_gathers_too() -> None:
 
 @pytest.mark.parametrize("cp", [2, 4])
 def test_decode_steps_hold_the_outputs_of_all_ranks(cp: int) -> None:
-    """One copy of a rank's own outputs, those of all ranks, their scores and weights in float32, and two float32
-    outputs: their sum, and what is added to it. Each output has a log-sum-exp per head."""
+    """In float32: a copy of a rank's own outputs, those of all ranks, their scores and weights, and their sum. A
+    rank's own output is float32, too."""
     narrow = LocalSizes(SHAPE.model_copy(update={"intermediate_size": 16}), "lm", 1)
     alone, together = (
         LayerMemory(
@@ -145,7 +145,7 @@ def test_ranks_read_all_weights_and_their_part_of_the_keys(cp: int, window: int 
     alone, together = (cost(Kind.GENERATE, STEP, place(cp=n), READ, model=store(shape)) for n in (1, cp))
     contexts = [PROMPT + i for i in range(ANSWER)]
     seen = sum((LAYERS - 1) * context + min(context, window or context) for context in contexts)
-    merged = ANSWER * LAYERS * ITEMS * ((cp + 3) * OUTPUT + (4 * cp + 1) * 4 * 128)
+    merged = ANSWER * LAYERS * ITEMS * (3 * cp + 5) * OUTPUT
     keys = 2 * 2 * 64 * ITEMS * seen
     assert alone["decode"] - together["decode"] == pytest.approx(keys * (1 - 1 / cp) - merged)
 

@@ -181,6 +181,5 @@ def test_measured_decode_steps_of_cp_ranks_merge_outputs_besides() -> None:
     one, two = (
         charge(Kind.GENERATE, step=GENERATE, placement=place(cp=cp), cluster=slow)["decode"] for cp in (1, 2)
     )
-    output = 8 * (128 * 2 + 4 * 8)  # of eight rows, with a log-sum-exp per head
-    added = 8 * 128 * 4  # in float32
-    assert two - one == pytest.approx(32 * LAYERS * ((2 + 3) * output + (4 * 2 + 1) * added))
+    output = 8 * 4 * (128 + 8)  # of eight rows in float32, with a log-sum-exp per head
+    assert two - one == pytest.approx(32 * LAYERS * (3 * 2 + 5) * output)

@@ -8,14 +8,18 @@ import torch
 
 from realrl.engine.generation.decode_memory import KeptDecoding
 from realrl.engine.generation.generator import Generation
+from realrl.plan.cluster import Cluster
 from realrl.planner.simulate.estimate import MemoryPart, PartKind
 from realrl.planner.simulate.plan_memory import compute_footprints
+from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.device_memory import list_kept_decoding
 from realrl.runtime.prepare.devices import memory_spec
 from realrl.runtime.prepare.gpu import Gpu
+from realrl.runtime.prepare.job import make_job
 from realrl.runtime.prepare.scenarios import phase_scenarios
 from realrl.runtime.training_run import TrainingRun
 from realrl.runtime.worker import worker
+from realrl.testing.check import make_uniform_plan
 from tests.conftest import World
 from tests.runtime.models.test_offload import ALONE, copy_of, prepared, recipe
 
@@ -49,6 +53,17 @@ def test_nothing_is_kept_where_parameters_leave_or_there_are_no_graphs(world: Wo
     home = prepared(recipe(world, tmp_path / "home", HOME))
     assert list_kept_decoding(home.job, 0, None) == {}, "a CPU"
     assert kept_of(prepared(recipe(world, tmp_path / "offloaded", ALONE))) == {}
+
+
+@pytest.mark.parametrize(("degrees", "kept"), [({"dp": 2}, True), ({"tp": 2}, False), ({"cp": 2}, False)])
+def test_graphs_with_collectives_are_not_kept(
+    world: World, tmp_path: Path, degrees: dict[str, int], kept: bool
+) -> None:
+    """They would outlive the communicators that they hold."""
+    experiment = load_experiment(str(recipe(world, tmp_path, None, cluster="1x2")), [])
+    plan = make_uniform_plan(experiment.graph, Cluster(1, 2), micro_batch_tokens=256, **degrees)
+    found = list_kept_decoding(make_job(experiment, Cluster(1, 2), plan), 0, Gpu(NAME, 80 << 30))
+    assert (found.keys() == {"actor.generate"}) == kept
 
 
 def test_steps_learn_the_same_from_memory_that_is_kept(

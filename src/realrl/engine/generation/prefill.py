@@ -93,7 +93,7 @@ def _find_runs(
     parts: Sequence[RowPrefill], run_rows: int, device: torch.device, part_of_cache: CachePart
 ) -> list[KeyRuns]:
     """Find the keys that the tokens of parts see. A run has neighbouring tokens of one part. If ranks divide the
-    cache, the runs are divided into groups of at most `MERGED_ROWS` tokens."""
+    cache, the runs are divided into groups of at most `MERGED_ROWS` / ranks tokens."""
     prompts = [part.row.prompt for part in parts]
     # The prompt is in the cache as a whole, so each of the tokens is behind it.
     assert all(part.first >= part.row.prompt.length - 1 for part in parts), "a part begins behind its prompt"
@@ -104,7 +104,7 @@ def _find_runs(
     within = np.concatenate([np.arange(count) for count in tokens])
     prompt_tables = _as_table([prompt.blocks for prompt in prompts])
     own_tables = _as_table([part.row.blocks for part in parts])
-    most = len(numbers) if part_of_cache.ranks == 1 else limits.MERGED_ROWS
+    most = len(numbers) if part_of_cache.ranks == 1 else -(-limits.MERGED_ROWS // part_of_cache.ranks)
     found = []
     for first in range(0, len(numbers), most):
         rows = slice(first, first + most)

@@ -199,7 +199,8 @@ def launch_attention(
         CAP=cap > 0, KV_HEADS=kv_heads, QUERIES=max(_QUERIES, triton.next_power_of_2(heads // kv_heads)),
         BLOCK=BLOCK_TOKENS, PRODUCT=product_type(k.dtype), **sizes, **parts,
     )  # fmt: skip
-    out = torch.empty(count, heads * dim, dtype=qkv.dtype, device=qkv.device)
+    # Outputs of several ranks are rounded only when they have been merged.
+    out = torch.empty(count, heads * dim, dtype=qkv.dtype if ranks == 1 else torch.float32, device=qkv.device)
     sums = torch.empty(count, heads, dtype=torch.float32, device=qkv.device)
     combine_parts[(count, heads)](
         outputs, tops, totals, prompt_lengths, own_lengths, outputs if sinks is None else sinks, out, sums,

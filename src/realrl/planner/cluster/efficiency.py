@@ -157,12 +157,10 @@ class Efficiency:
     """Additional kernels backward if the experts have biases."""
     decode_operations: int = 10
     """Kernels of a layer in a decode step."""
-    merge_operations: int = 5
+    merge_operations: int = 6
     """Additional kernels of a layer in a decode step of CP ranks: a copy of the attention output with its
-    log-sum-exp for the all-gather, two for the weights of all ranks, and two for the sum before and after all
-    ranks."""
-    merge_operations_each: int = 2
-    """Kernels that add the output of one rank to this sum."""
+    log-sum-exp for the all-gather, two for the weights of all ranks, and three to weigh outputs, add them up and
+    round the sum."""
     sampling_operations: int = 35
     """Kernels of embedding, head and sampling in a decode step, bookkeeping included."""
     minimum_operations: int = 4

@@ -69,7 +69,7 @@ class Roofline:
         """Predict the seconds to read or write `number_bytes` of device memory."""
         return number_bytes / (self.device.memory_bytes_per_s * self.efficiency.memory)
 
-    def _stream(self, number_bytes: Real, kernels: Real) -> Real:
+    def _stream(self, number_bytes: Real, kernels: int) -> Real:
         """Predict the seconds of `kernels` kernels that together read and write `number_bytes`. On a GPU, a kernel
         has a minimum time."""
         least = 0.0 if self.device.cpu else kernels * self.efficiency.least_kernel_s
@@ -275,20 +275,14 @@ class Roofline:
         return products + attention + self._elementwise(rows) + self.adapters(rows)
 
     def merge(self, rows: Real, cp: Real) -> Real:
-        """Predict the seconds to merge the attention outputs of `cp` ranks. Each rank copies its own output, reads
-        the outputs of all ranks, and adds them up in float32, in two steps each."""
-        passes = (cp + 3) * self.output_bytes(rows) + (4 * cp + 1) * 4 * rows * self.sizes.q_dim
-        return np.where(np.asarray(cp) > 1, self._stream(passes, self.count_merge_operations(cp)), 0.0)
-
-    def count_merge_operations(self, cp: Real) -> Real:
-        """Count the kernels of `merge`."""
-        e = self.efficiency
-        return np.where(np.asarray(cp) > 1, e.merge_operations + e.merge_operations_each * cp, 0)
+        """Predict the seconds to merge the attention outputs of `cp` ranks. Each rank copies its own output, weighs
+        the outputs of all ranks, adds them up, and rounds the sum."""
+        merged = self._stream((3 * cp + 5) * self.output_bytes(rows), self.efficiency.merge_operations)
+        return np.where(np.asarray(cp) > 1, merged, 0.0)
 
     def output_bytes(self, rows: Real) -> Real:
-        """Compute the bytes of the attention outputs of a rank, with a float32 log-sum-exp per head."""
-        heads = self.sizes.q_dim / self.sizes.shape.head_dim
-        return rows * (self.sizes.q_dim * self.element_bytes + 4 * heads)
+        """Compute the bytes of the attention outputs of a CP rank, with a log-sum-exp per head, in float32."""
+        return 4 * rows * (self.sizes.q_dim + self.sizes.q_dim / self.sizes.shape.head_dim)
 
     def _gather_experts(self, rows: Real) -> Real:
         """Predict the seconds to copy the rows of a decode step's experts, if ranks divide experts.

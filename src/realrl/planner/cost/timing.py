@@ -195,7 +195,7 @@ class Timing:
 
     def count_merge_operations(self, cp: Real) -> Real:
         """Count the kernels that prepare a layer's attention output for `cp` ranks, and merge their outputs."""
-        return self.roofline.count_merge_operations(cp)
+        return np.where(np.asarray(cp) > 1, self.efficiency.merge_operations, 0)
 
     @property
     def decode_operations(self) -> int:

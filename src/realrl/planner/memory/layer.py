@@ -442,13 +442,12 @@ class LayerMemory:
 
     @property
     def _merged(self) -> Floats:
-        """Elements per row of the attention outputs of all context-parallel ranks in a decode step, each with a
-        float32 log-sum-exp per head. A rank also copies its own. In float32, it holds scores and weights of all
-        outputs, their sum so far, and the next output times its weight."""
-        ranks = self.strategies.cp
-        outputs = (ranks + 1) * (self.sizes.q_dim + self._heads * self._float32)
-        merging = (2 * ranks * self._heads + 2 * self.sizes.q_dim) * self._float32
-        return np.where(ranks > 1, outputs + merging, 0.0)
+        """Elements per row of the attention outputs of all context-parallel ranks in a decode step. They are
+        float32, each with a log-sum-exp per head. A rank also copies its own, and holds scores and weights of all
+        outputs and their sum."""
+        ranks, heads = self.strategies.cp, self._heads
+        outputs = (ranks + 1) * (self.sizes.q_dim + heads) + 2 * ranks * heads + self.sizes.q_dim
+        return np.where(ranks > 1, outputs * self._float32 + self._widened(self.sizes.q_dim), 0.0)
 
     @cached_property
     def _padded_rows(self) -> Floats:

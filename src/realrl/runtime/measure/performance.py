@@ -152,7 +152,8 @@ class Performance:
         cache = 2 * shape.layers * shape.kv_heads * shape.head_dim
         decoded = max(1, done.sum("decoded"))
         cached = float(decoded * average_context(shape, done.sum("cached") / decoded))
-        read = steps * weights + width * cached * cache
+        # Context-parallel ranks divide the cache, but each of them reads the weights.
+        read = steps * weights * done.place.strategy.cp + width * cached * cache
         yield "decode_bandwidth", read / (bandwidth * (done.seconds - prefill))
 
     def _flops(self, done: "_CallDone") -> float:

@@ -110,6 +110,6 @@ def _list_candidates(program: Program, job: Job, rank: int) -> Iterator[Run]:
         if not isinstance(run, Run) or run.role not in memory.stored:
             continue
         generates, strategy = graph.call(run.call).kind is Kind.GENERATE, run.placement.strategy
-        alone = strategy.tp == 1 == strategy.ep
+        alone = strategy.cp == strategy.tp == strategy.ep == 1
         if generates and alone and (run.role, run.placement.layout) in resting:
             yield run
