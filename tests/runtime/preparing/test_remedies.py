@@ -153,7 +153,7 @@ def test_an_error_names_what_is_needed_with_figures() -> None:
             "with models.ref.dtype=bfloat16 models.reward.dtype=bfloat16",
         ),
         (draft("a100-40g:1x4"), LEAN, "on a100-80g:1x4"),
-        (draft("a100-40g:1x8", tokens=1 << 18), UserConstraints(), "with generation.max_new_tokens=16384"),
+        (draft("a100-40g:1x8", tokens=1 << 18), UserConstraints(), "with generation.max_new_tokens=32768"),
     ],
 )
 def test_remedies_are_among_those_that_a_search_confirms(
