@@ -13,8 +13,9 @@ from realrl.families.shape import ModelShape
 from realrl.layout.kv_blocks import BLOCK_TOKENS, CacheSize
 from realrl.model.group import make_single_rank_group
 from realrl.model.kv_cache import PagedCache
-from realrl.model.packing import EvenShare, Packing, Prefill
+from realrl.model.packing import Packing
 from realrl.model.paged_attention import CachedRows, CachePlaces
+from realrl.model.prefill import EvenShare, Prefill
 
 BLOCKS = 3
 ALONE = make_single_rank_group()

@@ -13,7 +13,6 @@ from torch import Tensor
 from realrl.layout.kv_blocks import BLOCK_TOKENS, CachePart, CacheSize
 from realrl.model.attention_rule import CAUSAL, AttentionRule
 from realrl.model.group import Group, make_single_rank_group
-from realrl.model.packing import EvenShare
 from realrl.model.paged_attention import (
     CachedRows,
     CachePlaces,
@@ -22,6 +21,7 @@ from realrl.model.paged_attention import (
     attend_to_runs,
     merge_parts,
 )
+from realrl.model.prefill import EvenShare
 from realrl.model.routing import EXPERT_DTYPE, LIKELIEST, NONE_CHOSEN, RecordedRouting
 
 

@@ -1,6 +1,6 @@
 """Packed batches: positions of sequences, and their layout for attention that needs padding."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -209,46 +209,6 @@ class TokenShare:
         return values.index_select(0, self.places)
 
 
-@dataclass(frozen=True)
-class EvenShare:
-    """Tokens of one of several ranks that divide T tokens in order. Padding makes their shares equal."""
-
-    tokens: int
-    """T"""
-    group: Group
-
-    @property
-    def count(self) -> int:
-        """Number of tokens of each rank, padding included."""
-        return -(-self.tokens // self.group.size)
-
-    def select(self, values: Tensor) -> Tensor:
-        """Select the values of this rank's tokens; those of padding are 0. [T] -> [count]"""
-        padded = F.pad(values, (0, self.count * self.group.size - self.tokens))
-        return padded[self.group.index * self.count :][: self.count]
-
-    def select_rows(self, parts: Iterable[Tensor]) -> Tensor:
-        """Select this rank's rows from consecutive parts of all rows; those of padding are 0. A single rank has one
-        part. [any, C] each -> [count, C]"""
-        if self.group.size == 1:
-            (everything,) = parts
-            return everything
-        found, begin = [], self.group.index * self.count
-        for rows in parts:
-            found.append(rows[max(0, begin) : max(0, begin + self.count)])
-            begin -= len(rows)
-        own = torch.cat(found)
-        return F.pad(own, (0, 0, 0, self.count - len(own)))
-
-    def gather(self, own: Tensor) -> Tensor:
-        """Gather rows of all ranks, without padding and without gradient. [count, C] -> [T, C]"""
-        if self.group.size == 1 or not self.tokens:
-            return own
-        found = own.new_empty(self.count * self.group.size, own.shape[1])
-        all_gather(found, own.contiguous(), self.group)
-        return found[: self.tokens]
-
-
 def count_own_tokens(tokens: int, ranks: int) -> int:
     """Count the tokens of each of `ranks` ranks that divide packed sequences of `tokens` tokens, padding
     included."""
@@ -439,56 +399,6 @@ class _Parts:
             parts=parts,
             members=members,
         )
-
-
-@dataclass(frozen=True, eq=False)
-class Prefill:
-    """T tokens whose keys and values are stored in a cache: whole sequences, and then parts of sequences that begin
-    in the cache.
-
-    Ranks that divide the cache also divide these tokens: those of the whole sequences, and those of the parts.
-    """
-
-    positions: Tensor
-    """Position in its sequence of each token that this rank computes. [n] int64"""
-    places: CachePlaces
-    """Places of all T tokens in the cache."""
-    whole: Packing | None
-    """The whole sequences; None if there are none."""
-    parts: Sequence[KeyRuns]
-    """Keys that the tokens of the parts see, their own included, for some neighbouring tokens each."""
-    share: EvenShare
-    """This rank's tokens of the parts."""
-    stored: tuple[Tensor, CachePlaces] | None = None
-    """If ranks divide the cache: which of the T tokens this rank stores [N] int64, and their places among its
-    own."""
-
-    @property
-    def divided(self) -> bool:
-        """Whether several ranks divide the cache and these tokens."""
-        return self.stored is not None
-
-    def split(self, own: Tensor) -> tuple[Tensor, Tensor]:
-        """Split the values of this rank's tokens into those of whole sequences and those of parts. [n, C]"""
-        first = len(own) - self.share.count
-        return own[:first], own[first:]
-
-    def gather_whole(self, own: Tensor) -> Tensor:
-        """Gather the values of whole sequences, with padding at the end, if several ranks divide them."""
-        return own if self.whole is None or self.whole.share is None else self.whole.share.gather(own)
-
-    def join(self, of_whole: Tensor, of_parts: Tensor) -> Tensor:
-        """Join the gathered values of whole sequences, whose padding is dropped, and of parts. -> [T, C]"""
-        if self.whole is not None and self.whole.share is not None:
-            of_whole = of_whole[: self.whole.share.tokens]
-        return torch.cat((of_whole, of_parts)) if len(of_parts) else of_whole
-
-    def collect(self, own: Tensor) -> Tensor:
-        """Collect the values of all tokens. [n, C] -> [T, C]"""
-        if not self.divided:
-            return own
-        of_whole, of_parts = self.split(own)
-        return self.join(self.gather_whole(of_whole), self.share.gather(of_parts))
 
 
 def _arrange_blocks(spans: Spans, run_rows: int) -> BlockedKeys:

@@ -23,8 +23,9 @@ from realrl.model.kv_cache import PagedCache
 from realrl.model.layer import Layer, Norm, RotaryTables
 from realrl.model.logprobs import cap_logits, compute_token_logprobs, find_likeliest_tokens
 from realrl.model.matrices import DecodeWeights, Matrices
-from realrl.model.packing import Packing, Prefill
+from realrl.model.packing import Packing
 from realrl.model.paged_attention import CachedRows
+from realrl.model.prefill import Prefill
 from realrl.model.quantised import find_matrices
 from realrl.model.rotary import make_rotation
 from realrl.model.routing import LIKELIEST, Routing

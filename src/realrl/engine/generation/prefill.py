@@ -13,8 +13,9 @@ from realrl.engine.generation.scheduler import SCRATCH, RowPrefill
 from realrl.layout import limits
 from realrl.layout.kv_blocks import CachePart
 from realrl.model.group import Group
-from realrl.model.packing import EvenShare, Packing, Prefill, count_own_tokens
+from realrl.model.packing import Packing, count_own_tokens
 from realrl.model.paged_attention import CachePlaces, KeyRuns
+from realrl.model.prefill import EvenShare, Prefill
 
 
 @dataclass(frozen=True, eq=False)
