@@ -5,6 +5,7 @@ checks cover what Triton's interpreter cannot show: CUDA graphs against eager st
 of updates, and the speed of attention.
 """
 
+import math
 import os
 import sys
 import time
@@ -267,6 +268,43 @@ def check_decode(
     stored = k[block, :, own % BLOCK_TOKENS].flatten(1)
     kept = torch.equal(stored, qkv[:, heads * dim : (heads + kv) * dim])
     return {"error": error, "stored": kept, "bad": not (error < LIMITS[dtype] and kept)}
+
+
+def divide_cache(pools: Sequence[Tensor], tables: Sequence[Tensor], ranks: int, index: int) -> list[Tensor]:
+    """Copy the tokens of a cache that a rank holds if `ranks` ranks divide it. Its blocks are the first ones of
+    each table."""
+    found = [torch.zeros_like(pool) for pool in pools]
+    for table in tables:
+        positions = torch.arange(index, table.shape[1] * BLOCK_TOKENS, ranks)
+        local = torch.arange(len(positions))
+        for own, pool in zip(found, pools, strict=True):
+            values = pool[table[:, positions // BLOCK_TOKENS], :, positions % BLOCK_TOKENS]
+            own[table[:, local // BLOCK_TOKENS], :, local % BLOCK_TOKENS] = values
+    return found
+
+
+def check_divided_decode(
+    ranks: int,
+    dtype: torch.dtype,
+    window: int = 1 << 24,
+    cap: float = 0.0,
+    with_sinks: bool = False,
+) -> dict[str, Any]:
+    rows, heads, kv, dim = small(9, 4), 14, 2, small(64, 16)
+    (k, v), tables = make_cache(rows, heads, kv, dim, dtype, small(2500, 40), small(300, 20))
+    qkv = draw(rows, (heads + 2 * kv) * dim, dtype=dtype)
+    sinks = draw(heads, dtype=dtype) if with_sinks else None
+    wanted = attend64(qkv, k, v, tables, heads, kv, dim, window, cap, sinks)
+    found = []
+    for index in range(ranks):
+        pools = divide_cache((k, v), (tables[0], tables[2]), ranks, index)
+        rule = window, cap, sinks if index == 0 else None
+        found.append(paged_attention.launch_attention(qkv, *pools, *tables, heads, *rule, ranks, index))
+    sync()
+    outputs, sums = (torch.stack(parts).double() for parts in zip(*found, strict=True))
+    weights = torch.softmax(sums * math.log(2), 0).unsqueeze(-1)
+    error = apart((outputs.view(*sums.shape, dim) * weights).sum(0).flatten(1), wanted)
+    return {"error": error, "bad": not error < LIMITS[dtype]}
 
 
 def time_decode(rows: int, heads: int, kv: int, dim: int, context: int) -> dict[str, Any]:
@@ -767,6 +805,11 @@ def list_decode_attention() -> Iterator[Check]:
             f"decode attention with {name}",
             partial(check_decode, small(9, 4), 8, 2, small(64, 16), BOTH[not CPU], **rule),
         )
+    for ranks in (2, 3):
+        for dtype in FIRST:
+            kind = str(dtype).removeprefix("torch.")
+            yield f"decode attention of {ranks} ranks {kind}", partial(check_divided_decode, ranks, dtype)
+    yield "decode attention of 2 ranks with all", partial(check_divided_decode, 2, FIRST[0], 20, 1.5, True)
     if not CPU:
         yield (
             "decode attention of long rows",
