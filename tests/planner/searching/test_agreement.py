@@ -171,7 +171,7 @@ def compare(rng: random.Random, of: Scenario, problem: Problem, most: int, *, to
                 assert found.start[name] == pytest.approx(call.start, rel=tolerance, abs=1e-9)
         fullest = max([fullest, *(host.fill for host in expected.hosts)])
         # The search adds up what is largest on any stage, which need not be on the same one.
-        assert fullest * (1 - 1e-9) <= found.fill <= fullest * 1.6
+        assert fullest * (1 - 1e-9) <= found.fill <= fullest * 1.8
     return compared
 
 
@@ -216,7 +216,7 @@ def test_search_and_simulation_agree_where_roles_share_a_base(seed: int) -> None
         expected = estimate_plan(of, plan)
         fullest = max(device.peak.bytes / device.capacity for device in expected.memory)
         assert found.seconds == pytest.approx(expected.step_seconds, rel=1e-9)
-        assert fullest * (1 - 1e-9) <= found.fill <= fullest * 1.6
+        assert fullest * (1 - 1e-9) <= found.fill <= fullest * 1.8
         apart = replace(of, models={r: replace(m, base=None) for r, m in of.models.items()})
         twice = max(d.peak.bytes / d.capacity for d in estimate_plan(apart, plan).memory)
         assert fullest <= twice and (memory.holders or fullest == twice)
