@@ -115,7 +115,9 @@ def recording() -> Iterator[Recorder]:
             tensor.copy_(torch.frombuffer(bytearray(_NO_METRICS), dtype=torch.uint8))
 
     def all_gather(whole: Tensor, part: Tensor, group: Any, async_op: bool = False) -> Work | None:
-        whole.view(len(group.ranks), -1).copy_(part.reshape(1, -1))
+        # If a rank holds no key of a row, another one does, whose numbers are finite.
+        own = part.nan_to_num(neginf=0.0) if part.is_floating_point() else part
+        whole.view(len(group.ranks), -1).copy_(own.reshape(1, -1))
         return recorder.collective("all_gather", group, asynchronous=async_op)
 
     def reduce_scatter(

@@ -27,6 +27,10 @@ ZERO_BUBBLE = [
     Strategy(pp=4, micro_batch_tokens=12, zero_bubble=True),
     Strategy(dp=2, pp=4, vpp=2, micro_batch_tokens=20, zero_bubble=True),
 ]
+DIVIDED_CACHES = [
+    Strategy(cp=2, pp=2, micro_batch_tokens=30),
+    Strategy(dp=2, cp=2, tp=2, micro_batch_tokens=30),
+]
 
 
 @pytest.mark.parametrize(
@@ -35,6 +39,7 @@ ZERO_BUBBLE = [
         *product((Kind.TRAIN, Kind.INFERENCE, Kind.GENERATE), STRATEGIES),
         *product((Kind.TRAIN, Kind.INFERENCE), INTERLEAVED),
         *product((Kind.TRAIN,), ZERO_BUBBLE),
+        *product((Kind.GENERATE,), DIVIDED_CACHES),
     ],
     ids=str,
 )
