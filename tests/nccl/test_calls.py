@@ -27,6 +27,8 @@ ZERO_BUBBLE = [
     Strategy(pp=4, micro_batch_tokens=12, zero_bubble=True),
     Strategy(dp=2, pp=4, vpp=2, micro_batch_tokens=20, zero_bubble=True),
 ]
+SMALL_CACHES = [Strategy(pp=2, micro_batch_tokens=10), Strategy(pp=3, micro_batch_tokens=8)]
+"""So small that one decode batch holds all blocks, and the others have no steps."""
 DIVIDED_CACHES = [
     Strategy(cp=2, pp=2, micro_batch_tokens=30),
     Strategy(dp=2, cp=2, tp=2, micro_batch_tokens=30),
@@ -39,7 +41,7 @@ DIVIDED_CACHES = [
         *product((Kind.TRAIN, Kind.INFERENCE, Kind.GENERATE), STRATEGIES),
         *product((Kind.TRAIN, Kind.INFERENCE), INTERLEAVED),
         *product((Kind.TRAIN,), ZERO_BUBBLE),
-        *product((Kind.GENERATE,), DIVIDED_CACHES),
+        *product((Kind.GENERATE,), [*SMALL_CACHES, *DIVIDED_CACHES]),
     ],
     ids=str,
 )
