@@ -169,6 +169,21 @@ def test_evaluations_take_over_the_stage_of_training_as_far_as_they_can(stage: i
     assert [plan[call.name].strategy.zero for call in (GENERATE, infer)] == [1, inferring]
 
 
+@pytest.mark.parametrize(("exact", "degrees"), [(False, {"dp": 2, "cp": 2}), (True, {"dp": 4})])
+def test_evaluations_of_exact_runs_do_not_divide_the_cache(exact: bool, degrees: dict[str, int]) -> None:
+    """A call that generates only in evaluations takes over the degrees of training."""
+    graph = DataflowGraph([replace(TRAIN, inputs=("prompts",), work=("prompts",))], KEYS[:1])
+    evaluation = DataflowGraph([GENERATE], KEYS)
+    home = Placement(Mesh(0, 4), Strategy(dp=2, cp=2))
+    plan = Plan(Cluster(1, 4), {"actor.train": home}).evaluation(evaluation, graph, exact=exact)
+    assert plan["actor.generate"].strategy == Strategy(**degrees)
+    if exact:
+        plan.check_exact(evaluation)
+        return
+    with pytest.raises(UserError, match="exact=true needs cp=1 in calls that generate"):
+        plan.check_exact(evaluation)
+
+
 def test_any_overlap_of_meshes_and_any_strategy_fits() -> None:
     Plan(
         Cluster(1, 4),

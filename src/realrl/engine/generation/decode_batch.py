@@ -81,7 +81,7 @@ class GenerateCall:
         self._by_number = {row.number: row for row in rows}
         self.decoded = False
         """Whether this rank, or one that takes turns together with it, decoded rows in the last turn."""
-        self.told: int | None = None
+        self.last_sent: int | None = None
         """Decode batch whose tokens the last stage has sent most recently."""
         self._rewound: list[tuple[DecodeRow, int]] = []
         """Rows that lose tokens in the turn that is being planned, and how many tokens they keep."""
@@ -256,7 +256,7 @@ class DecodeBatch:
         for step in range(self._pace.steps):
             self._decode()
             pipeline.broadcast_tokens(self._rows.sampled[step])
-            self._call.told = self._number
+            self._call.last_sent = self._number
             if step + 1 < self._pace.steps:
                 if not pipeline.first:
                     self._post_hidden_recv()
@@ -293,7 +293,7 @@ class DecodeBatch:
     def _begin(self) -> None:
         """Prefill newly admitted rows, and begin the steps of the turn."""
         if self._pace.prefills:
-            if self._call.told == self._number:
+            if self._call.last_sent == self._number:
                 # Other batches have had no steps since, so that nothing has been received, and tokens may be held
                 # back. The other stages need them for the plan of this turn.
                 self._call.model.pipeline.flush()

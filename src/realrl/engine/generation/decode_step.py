@@ -48,8 +48,8 @@ class DecodeStep:
         return tokens
 
     def _agree(self, tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-        """Take the tokens of the first of the context-parallel ranks, in case that its logits differ by
-        rounding."""
+        """Take the tokens that the first context-parallel rank has chosen. Logits of the other ranks might be
+        rounded differently, and their rows would then go on with other tokens."""
         group = self._model.groups.context
         if group.size == 1:
             return tokens, logprobs
