@@ -138,6 +138,18 @@ def test_metrics_of_a_small_step_are_those_computed_by_hand() -> None:
     assert found["actor.generate/decode_bandwidth"] == pytest.approx(read / (2e5 * 3.5), rel=1e-4)
 
 
+def test_each_context_parallel_rank_reads_the_weights_but_only_its_part_of_the_cache() -> None:
+    placements = {**PLAN.placements, "actor.generate": Placement.parse("d1 c2 t1 p1 @0-1 mb=64")}
+    plan = Plan(PLAN.cluster, placements)
+    performance = Performance(graph=GRAPH, plan=plan, models={"actor": MODEL}, spec=SPEC, profile=None)
+    found = performance.compute(STEP, TimingLog().add(STEP, [0.0, 0.0]))
+    # Both ranks report the same work, which is that of one replica.
+    read = 4 * (2 * 9 * (3 * LAYER + HEAD) + 100 * 2 * 3 * 2)
+    bandwidth = found[f"{PERFORMANCE}actor.generate/decode_bandwidth"]
+    assert bandwidth == pytest.approx(read / (2e5 * 3.5), rel=1e-4)
+    assert found[f"{PERFORMANCE}actor.generate/tokens_per_s"] == 20 / 4
+
+
 def test_a_rank_is_idle_while_it_waits_for_others() -> None:
     found = compute(*STEP)
     # Replicas generate each for itself; a reallocation and a TP rank's call begin when the last rank does.
